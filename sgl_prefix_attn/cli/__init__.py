@@ -1,0 +1,1 @@
+"""The `sgl-prefix-attn` command."""

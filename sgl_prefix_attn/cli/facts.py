@@ -1,0 +1,132 @@
+"""What `doctor` looks at: this machine and this installation, read in one place."""
+
+import importlib
+import os
+import pkgutil
+import shutil
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import sgl_prefix_attn
+
+PACKAGES = ("sgl-prefix-attn", "sglang", "torch", "triton", "flashinfer-python", "numba", "numpy")
+GENERAL_GROUP = "sglang.srt.plugins"
+PLATFORM_GROUP = "sglang.srt.platforms"
+
+
+@dataclass(frozen=True)
+class EntryPoint:
+    name: str
+    value: str
+    dist: str
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One patched place in SGLang; `error` says why it does not resolve, empty if it does."""
+
+    module: str
+    target: str
+    why: str
+    error: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """`versions` holds None for what is not installed; `arch` is the first GPU's (major, minor)."""
+
+    python: tuple[int, int]
+    cwd: Path
+    package_dir: Path
+    env: dict[str, str]
+    versions: dict[str, str | None]
+    supported_sglang: tuple[str, ...] = ()
+    plugin_error: str = ""
+    plugins: tuple[EntryPoint, ...] = ()
+    platforms: tuple[EntryPoint, ...] = ()
+    hooks: tuple[Hook, ...] = ()
+    gpu: str = ""
+    arch: tuple[int, int] | None = None
+    compiler: str = ""
+
+
+def gather() -> Facts:
+    """Read everything. Imports torch, sglang and the patches, so it takes some seconds."""
+    gpu, arch = _gpu()
+    supported, plugin_error = _supported_sglang()
+    return Facts(
+        python=sys.version_info[:2],
+        cwd=Path.cwd(),
+        package_dir=Path(sgl_prefix_attn.__file__).resolve().parent,
+        env={k: v for k, v in os.environ.items() if k.startswith(("SGLANG_", "SGL_PREFIX_ATTN_"))},
+        versions={name: _version(name) for name in PACKAGES},
+        supported_sglang=supported,
+        plugin_error=plugin_error,
+        plugins=_entry_points(GENERAL_GROUP),
+        platforms=_entry_points(PLATFORM_GROUP),
+        hooks=tuple(_hooks()),
+        gpu=gpu,
+        arch=arch,
+        compiler=_compiler(),
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _compiler() -> str:
+    """The C compiler Triton would call, or ""."""
+    candidates = (os.environ.get("CC", "cc"), "gcc", "clang")
+    return next((path for path in map(shutil.which, candidates) if path), "")
+
+
+def _entry_points(group: str) -> tuple[EntryPoint, ...]:
+    found = metadata.entry_points(group=group)
+    return tuple(EntryPoint(e.name, e.value, e.dist.name if e.dist else "?") for e in found)
+
+
+def _gpu() -> tuple[str, tuple[int, int] | None]:
+    try:
+        import torch
+    except Exception:  # the versions check names a torch that is missing or broken
+        return "", None
+    if not torch.cuda.is_available():
+        return "", None
+    return torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
+
+
+def _supported_sglang() -> tuple[tuple[str, ...], str]:
+    """(supported versions, why the plugin module cannot be imported or "")."""
+    try:
+        return tuple(importlib.import_module("sgl_prefix_attn.plugin").SUPPORTED_SGLANG), ""
+    except Exception as error:
+        return (), f"{type(error).__name__}: {error}"
+
+
+def _hooks():
+    """Every (module, target) of sgl_prefix_attn.patches; a module without TARGET is no hook."""
+    import sgl_prefix_attn.patches as patches
+
+    for info in pkgutil.iter_modules(patches.__path__):
+        try:
+            module = importlib.import_module(f"{patches.__name__}.{info.name}")
+        except Exception as error:
+            yield Hook(info.name, "", "", f"{type(error).__name__}: {error}")
+            continue
+        targets = getattr(module, "TARGET", ())
+        for target in (targets,) if isinstance(targets, str) else targets:
+            yield Hook(info.name, target, module.WHY, _resolve_error(target))
+
+
+def _resolve_error(target: str) -> str:
+    try:
+        pkgutil.resolve_name(target)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -1,0 +1,19 @@
+"""Entry point of the `sgl-prefix-attn` command: one subcommand a module."""
+
+import argparse
+
+from sgl_prefix_attn import __version__
+from sgl_prefix_attn.cli import doctor
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sgl-prefix-attn", description="SGLang plugin tools")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    doctor.add_parser(commands)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    return args.run(args)
