@@ -1,0 +1,65 @@
+"""The int32 words of a plan: the one place where planner, torch executor and kernels agree.
+
+A plan is one int32 array: a header, then sections at the offsets that the header names.
+
+    SEGMENT  slots to copy into kv_indices once, when the plan is loaded
+    TAIL     per request, in batch order: where its growing segment lies
+    ENTRY    per query of a pack: which output row it is and where its partial results go
+    ITEM     one work item: a stretch of one segment for up to BLOCK_M / group_size queries; items
+             of one tile stand together, heaviest first, and each is run once for every KV head
+    MERGE    requests whose output is spread over several partial rows
+"""
+
+MAX_TILES = 8
+
+# --- header -------------------------------------------------------------------------------------
+H_VERSION = 0
+H_BATCH = 1  # requests; rows at and above it are padding
+H_SEGMENTS = 2  # word offset of the section
+H_NUM_SEGMENTS = 3
+H_TAILS = 4
+H_ENTRIES = 5
+H_MERGES = 6
+H_NUM_MERGES = 7
+H_QUEUES = 8  # + 2 * tile: word offset of the tile's items; + 2 * tile + 1: how many
+HEADER_WORDS = H_QUEUES + 2 * MAX_TILES
+
+VERSION = 1
+
+# --- SEGMENT ------------------------------------------------------------------------------------
+S_DST = 0  # first entry of kv_indices
+S_ROW = 1  # request on whose row of req_to_token the slots stand
+S_START = 2  # first KV position on that row
+S_LEN = 3  # slots to copy
+SEGMENT_WORDS = 4
+
+# --- TAIL ---------------------------------------------------------------------------------------
+T_DST = 0  # first entry of kv_indices of the request's tail segment
+T_START = 1  # KV position of that entry; the tail is seq_lens[row] - T_START long
+TAIL_WORDS = 2
+
+# --- ENTRY --------------------------------------------------------------------------------------
+E_ROW = 0  # request
+E_SLOT = 1  # partial row of the pack's split 0 (split j: + j), or DIRECT
+ENTRY_WORDS = 2
+DIRECT = -1  # the request's only part: written to the output itself
+
+# --- ITEM ---------------------------------------------------------------------------------------
+I_SEGMENT = 0  # first entry of the segment in kv_indices
+I_LEN = 1  # KV tokens of the segment, or GROWS: read seq_lens[I_TAIL] - T_START on the device
+I_TAIL = 2  # request whose tail this is, or -1
+I_SPLIT = 3  # this item is split j ...
+I_NUM_SPLITS = 4  # ... of n, see SPLIT_UNIT
+I_ENTRY = 5  # first entry
+I_NUM_QUERIES = 6
+ITEM_WORDS = 8
+GROWS = -1
+# With u = ceil(len / SPLIT_UNIT), split j of n holds tokens [SPLIT_UNIT * (j * u // n),
+# SPLIT_UNIT * ((j + 1) * u // n)) below len: never empty while n <= u, also as the tail grows.
+SPLIT_UNIT = 16
+
+# --- MERGE --------------------------------------------------------------------------------------
+M_ROW = 0  # request
+M_SLOT = 1  # first of its partial rows, which stand together
+M_COUNT = 2  # how many (at least 2)
+MERGE_WORDS = 4

@@ -1,0 +1,59 @@
+"""Merge a request's partial results by their LSE, in fixed order (PAT §7)."""
+
+import triton
+import triton.language as tl
+
+from .. import layout as L
+
+H_MERGES, H_NUM_MERGES = tl.constexpr(L.H_MERGES), tl.constexpr(L.H_NUM_MERGES)
+MERGE_WORDS, MAX_TILES = tl.constexpr(L.MERGE_WORDS), tl.constexpr(L.MAX_TILES)
+M_ROW, M_SLOT, M_COUNT = tl.constexpr(L.M_ROW), tl.constexpr(L.M_SLOT), tl.constexpr(L.M_COUNT)
+
+
+@triton.jit
+def merge_kernel(
+    partial_out_ptr,  # float32 [partials, Hq, D]
+    partial_lse_ptr,  # float32 [partials, Hq], base 2
+    out_ptr,  # [>= B, Hq, D]
+    out_lse_ptr,  # float32 [>= B, Hq], base 2, written where HAS_LSE
+    plan_ptr,  # int32 [words]
+    tickets_ptr,  # int32 [MAX_TILES], set back to 0 for the next forward
+    stride_out,
+    NUM_QO_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):
+    """Grid (any, heads / BLOCK_H): programs walk the list of requests that have several parts."""
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(tickets_ptr + tl.arange(0, MAX_TILES), tl.zeros([MAX_TILES], tl.int32))
+    p_merges = plan_ptr + tl.load(plan_ptr + H_MERGES)
+    num_merges = tl.load(plan_ptr + H_NUM_MERGES)
+    offs_d = tl.arange(0, BLOCK_D)
+    i_head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask_h = i_head < NUM_QO_HEADS
+    mask = mask_h[:, None] & (offs_d < HEAD_DIM)[None, :]
+    for i in range(tl.program_id(0), num_merges, tl.num_programs(0)):
+        p_merge = p_merges + i * MERGE_WORDS
+        i_row = tl.load(p_merge + M_ROW).to(tl.int64)
+        i_slot = tl.load(p_merge + M_SLOT).to(tl.int64)
+        count = tl.load(p_merge + M_COUNT)
+        b_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
+        b_sum = tl.zeros([BLOCK_H], tl.float32)
+        b_acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+        for part in range(0, count):
+            i_partial = (i_slot + part) * NUM_QO_HEADS + i_head
+            b_lse = tl.load(partial_lse_ptr + i_partial, mask=mask_h, other=0.0)
+            p_out = partial_out_ptr + i_partial[:, None] * HEAD_DIM + offs_d[None, :]
+            b_out = tl.load(p_out, mask=mask, other=0.0)
+            b_new_max = tl.maximum(b_max, b_lse)
+            b_scale = tl.exp2(b_max - b_new_max)
+            b_weight = tl.exp2(b_lse - b_new_max)
+            b_acc = b_acc * b_scale[:, None] + b_out * b_weight[:, None]
+            b_sum = b_sum * b_scale + b_weight
+            b_max = b_new_max
+        p_out = out_ptr + i_row * stride_out + i_head[:, None] * HEAD_DIM + offs_d[None, :]
+        tl.store(p_out, (b_acc / b_sum[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+        if HAS_LSE:
+            tl.store(out_lse_ptr + i_row * NUM_QO_HEADS + i_head, b_max + tl.log2(b_sum), mask=mask_h)

@@ -1,0 +1,199 @@
+"""Argument checks of the library API: each raises ValueError naming the argument and the row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from sgl_prefix_attn.records import HeadConfig, PathTable, Plan
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def wrapper_arguments(head_dim, page_size, dtype, logits_soft_cap) -> None:
+    if not 16 <= head_dim <= 256:
+        raise ValueError(f"head_dim must be between 16 and 256, got {head_dim}")
+    if not isinstance(page_size, int) or page_size < 1:
+        raise ValueError(f"page_size must be an integer >= 1, got {page_size!r}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype}")
+    if not logits_soft_cap >= 0:
+        raise ValueError(f"logits_soft_cap must be >= 0 (0: none), got {logits_soft_cap!r}")
+
+
+def lengths(seq_lens: torch.Tensor | Sequence[int]) -> np.ndarray:
+    """seq_lens as int32 [B], each at least 1."""
+    array = _integers("seq_lens", seq_lens)
+    if array.size == 0:
+        raise ValueError("seq_lens is empty: a step needs at least one request")
+    bad = np.flatnonzero(array < 1)
+    if bad.size:
+        raise ValueError(f"seq_lens[{bad[0]}] is {array[bad[0]]}, must be at least 1")
+    return array.astype(np.int32)
+
+
+def path_table(paths: Sequence[Sequence[tuple[int, int]]], seq_lens: np.ndarray) -> PathTable:
+    """Paths as a node table; the same node_id must have one length and one parent everywhere."""
+    if len(paths) != seq_lens.size:
+        raise ValueError(f"paths has {len(paths)} rows, seq_lens {seq_lens.size}")
+    index: dict[int, int] = {}
+    parent, length, node_id = [], [], []
+    leaf = np.full(seq_lens.size, -1, np.int32)
+    for row, path in enumerate(paths):
+        above, total = -1, 0
+        for node, tokens in path:
+            if tokens < 1:
+                raise ValueError(f"paths[{row}]: node {node} has length {tokens}, must be >= 1")
+            here = index.get(node)
+            if here is None:
+                here = index[node] = len(parent)
+                parent.append(above)
+                length.append(tokens)
+                node_id.append(node)
+            elif length[here] != tokens or parent[here] != above:
+                raise ValueError(
+                    f"paths[{row}] contradicts an earlier row: node {node} has length {tokens} "
+                    f"(before: {length[here]}) or another node above it"
+                )
+            above = here
+            total += tokens
+        if total >= seq_lens[row]:
+            raise ValueError(
+                f"paths[{row}] holds {total} tokens but seq_lens[{row}] is {seq_lens[row]}: a path "
+                "must be shorter than its request, whose newest token is private"
+            )
+        leaf[row] = above
+    return PathTable(
+        parent=np.array(parent, np.int32),
+        length=np.array(length, np.int32),
+        node_id=np.array(node_id, np.int64),
+        leaf=leaf,
+        seq_lens=seq_lens,
+    )
+
+
+def pool_indices(req_pool_indices, seq_lens: np.ndarray, req_to_token: torch.Tensor):
+    """req_pool_indices as int64 [B] rows of req_to_token that are long enough."""
+    rows = _integers("req_pool_indices", req_pool_indices)
+    _slot_table("req_to_token", req_to_token)
+    if rows.size != seq_lens.size:
+        raise ValueError(f"req_pool_indices has {rows.size} rows, seq_lens {seq_lens.size}")
+    bad = np.flatnonzero((rows < 0) | (rows >= req_to_token.shape[0]))
+    if bad.size:
+        raise ValueError(
+            f"req_pool_indices[{bad[0]}] is {rows[bad[0]]}, req_to_token has "
+            f"{req_to_token.shape[0]} rows"
+        )
+    _fits("req_to_token", req_to_token.shape[1], seq_lens)
+    return torch.from_numpy(rows.astype(np.int64))
+
+
+def block_table(table: torch.Tensor, seq_lens: np.ndarray, page_size: int) -> None:
+    _slot_table("block_table", table)
+    if table.shape[0] != seq_lens.size:
+        raise ValueError(f"block_table has {table.shape[0]} rows, seq_lens {seq_lens.size}")
+    _fits("block_table", table.shape[1] * page_size, seq_lens)
+
+
+def max_slot(req_to_token: torch.Tensor, pool: torch.Tensor, seq_lens: np.ndarray) -> int:
+    """Largest slot that a request uses. Raises for a negative one."""
+    used = _used_slots(req_to_token, pool, seq_lens)
+    bad = (used < 0).any(dim=1).nonzero()
+    if bad.numel():
+        raise ValueError(f"req_to_token: row of request {bad[0].item()} holds a negative slot")
+    return int(used.max())
+
+
+def slots_agree(plan: Plan, req_to_token: torch.Tensor, pool: torch.Tensor) -> None:
+    """Requests of one shared node must have the same slots there."""
+    forest = plan.forest
+    pool = pool.to(req_to_token.device)
+    for node in range(forest.parent.size):
+        start, end = int(forest.start[node]), int(forest.end[node])
+        rows = _requests_below(forest, node)
+        slots = req_to_token[pool[rows], start:end]
+        bad = (slots != slots[0]).any(dim=1).nonzero()
+        if bad.numel():
+            row = int(rows[bad[0].item()])
+            raise ValueError(
+                f"paths[{row}] shares KV positions {start} to {end} with request {rows[0]}, but "
+                "their slots in req_to_token differ"
+            )
+
+
+def append_slots(out_cache_loc: torch.Tensor, batch: int) -> None:
+    if out_cache_loc.shape != (batch,):
+        raise ValueError(f"out_cache_loc must have shape ({batch},), got {out_cache_loc.shape}")
+
+
+def run_tensors(q, kv_cache, out, heads: HeadConfig, dtype, device, batch: int, largest_slot: int):
+    """Check run()'s tensors against the plan; returns (k_cache, v_cache)."""
+    shape = (batch, heads.num_qo_heads, heads.head_dim)
+    if len(kv_cache) != 2:
+        raise ValueError("kv_cache must be a pair (k, v)")
+    k_cache, v_cache = kv_cache
+    for name, tensor in (("q", q), ("out", out)):
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+    for name, tensor in (("kv_cache[0]", k_cache), ("kv_cache[1]", v_cache)):
+        if tuple(tensor.shape[1:]) != (heads.num_kv_heads, heads.head_dim):
+            raise ValueError(
+                f"{name} must have shape (slots, {heads.num_kv_heads}, {heads.head_dim}), got "
+                f"{tuple(tensor.shape)}"
+            )
+        if tensor.shape[0] <= largest_slot:
+            raise ValueError(
+                f"{name} has {tensor.shape[0]} slots but the plan reads slot {largest_slot}"
+            )
+    named = {"q": q, "kv_cache[0]": k_cache, "kv_cache[1]": v_cache, "out": out}
+    for name, tensor in named.items():
+        if tensor is None:
+            continue
+        if tensor.dtype != dtype:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, the wrapper was made for {dtype}")
+        if tensor.device.type != device.type:
+            raise ValueError(f"{name} is on {tensor.device}, the wrapper on {device}")
+        if tensor.stride(-1) != 1 or tensor.stride(-2) != heads.head_dim:
+            raise ValueError(f"{name} must be contiguous in its last two dimensions")
+    return k_cache, v_cache
+
+
+def _integers(name: str, values: torch.Tensor | Sequence[int]) -> np.ndarray:
+    array = values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(f"{name} must be one-dimensional integers")
+    return array.astype(np.int64)
+
+
+def _slot_table(name: str, table: torch.Tensor) -> None:
+    if table.ndim != 2 or table.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} must be a two-dimensional int32 or int64 tensor")
+
+
+def _fits(name: str, columns: int, seq_lens: np.ndarray) -> None:
+    bad = np.flatnonzero(seq_lens > columns)
+    if bad.size:
+        raise ValueError(
+            f"seq_lens[{bad[0]}] is {seq_lens[bad[0]]} but {name} holds {columns} tokens a row"
+        )
+
+
+def _used_slots(req_to_token: torch.Tensor, pool: torch.Tensor, seq_lens: np.ndarray):
+    """Slots [B, longest] of the requests; positions at and above a seq_len repeat the first."""
+    longest = int(seq_lens.max())
+    slots = req_to_token[pool.to(req_to_token.device), :longest]
+    behind = torch.arange(longest, device=slots.device)[None] >= torch.from_numpy(
+        seq_lens.astype(np.int64)
+    ).to(slots.device).unsqueeze(1)
+    return torch.where(behind, slots[:, :1], slots)
+
+
+def _requests_below(forest, node: int) -> np.ndarray:
+    below = np.zeros(forest.parent.size, bool)
+    below[node] = True
+    for i in range(node + 1, forest.parent.size):
+        below[i] = forest.parent[i] >= 0 and below[forest.parent[i]]
+    tail = forest.tail_parent
+    return np.flatnonzero((tail >= 0) & below[tail])

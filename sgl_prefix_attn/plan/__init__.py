@@ -1,0 +1,62 @@
+"""The planner: forest -> merges -> packs -> tiles and KV splits -> work queue."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sgl_prefix_attn.plan.costs import CostModel
+from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.packs import make_packs
+from sgl_prefix_attn.plan.profit import STRATEGIES, choose_merges
+from sgl_prefix_attn.plan.tiles import TileConfig, TileSet, tile_packs
+from sgl_prefix_attn.plan.workqueue import serialize
+from sgl_prefix_attn.records import HeadConfig, PathTable, Plan
+
+__all__ = ["STRATEGIES", "CostModel", "Planner", "TileConfig", "TileSet"]
+
+
+class Planner:
+    """Plans decode steps of one head configuration; holds no state between plans.
+
+    Raises ValueError for an unknown strategy, or a group larger than the largest tile.
+    """
+
+    def __init__(
+        self,
+        heads: HeadConfig,
+        *,
+        tile_set: TileSet,
+        strategy: str = "calibrated",
+        costs: CostModel | None = None,
+        headroom: int = 64,
+    ):
+        if strategy not in STRATEGIES:
+            raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}; got {strategy!r}")
+        if headroom < 0:
+            raise ValueError(f"headroom must be >= 0 tokens, got {headroom}")
+        self.heads = heads
+        self.strategy = strategy
+        self.tile_set = tile_set
+        self.costs = costs or CostModel.for_gpu("other", heads)
+        self.headroom = headroom
+
+    def plan(self, paths: PathTable) -> Plan:
+        """The work queue of one decode step. Raises ValueError for paths that do not add up."""
+        forest = build_forest(paths)
+        merges = choose_merges(forest, self.strategy, self.costs)
+        packs = make_packs(forest, merges)
+        tiling = tile_packs(packs, self.tile_set, self.costs)
+        return serialize(forest, merges, packs, tiling, headroom=self.headroom)
+
+    def warm_up(self) -> None:
+        """Compile the planner's loops (a few seconds the first time) before serving starts."""
+        one = np.array([0], np.int32)
+        self.plan(
+            PathTable(
+                parent=np.array([-1], np.int32),
+                length=np.array([16], np.int32),
+                node_id=np.array([0], np.int64),
+                leaf=np.repeat(one, 2),
+                seq_lens=np.array([17, 18], np.int32),
+            )
+        )

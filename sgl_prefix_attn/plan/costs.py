@@ -1,0 +1,77 @@
+"""What a pack costs, in microseconds of the whole GPU: the numbers behind strategy `calibrated`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from sgl_prefix_attn.records import HeadConfig
+
+# Sustained rates of whole GPUs: bandwidth in bytes/us of a paged gather, mma in flop/us of
+# attention's two products, item in us a work item costs besides its bytes (spread over all CTAs).
+# H100: bandwidth as FlashInfer and FA3 reach it on 256 x 4096 unshared tokens; the others are
+# starting points until `sgl-prefix-attn calibrate` measures them.
+GPU_CONSTANTS = {
+    "H100": {"bandwidth": 3.0e6, "mma": 400e6, "item": 0.010},
+    "H200": {"bandwidth": 4.2e6, "mma": 400e6, "item": 0.010},
+    "A100": {"bandwidth": 1.7e6, "mma": 160e6, "item": 0.015},
+    "other": {"bandwidth": 1.0e6, "mma": 100e6, "item": 0.020},
+}
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Costs per unit of work, for one layer and all its KV heads.
+
+    kv_token   us to read one KV token from device memory
+    mma_row    us of tensor-core time for one KV token times one row of a KV head's tile, times
+               the number of KV heads; rows are queries * group_size rounded up to row_step
+    partial    us to write and read back one query's partial result for all query heads
+    item       us for one work item
+    row_step   granularity of a tile's rows
+    """
+
+    kv_token: float
+    mma_row: float
+    partial: float
+    item: float
+    group_size: int
+    num_kv_heads: int
+    row_step: int = 16
+
+    def __post_init__(self):
+        for name in ("kv_token", "mma_row", "partial", "item"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} must be finite and >= 0, got {value!r}")
+
+    @classmethod
+    def for_gpu(cls, gpu_name: str, heads: HeadConfig, kv_bytes: int = 2) -> CostModel:
+        """Constants of the first table row whose name occurs in gpu_name, else of 'other'."""
+        row = next((v for k, v in GPU_CONSTANTS.items() if k in gpu_name), GPU_CONSTANTS["other"])
+        d, hkv, hq = heads.head_dim, heads.num_kv_heads, heads.num_qo_heads
+        return cls(
+            kv_token=2 * hkv * d * kv_bytes / row["bandwidth"],
+            mma_row=4 * hkv * d / row["mma"],
+            partial=partial_bytes(heads) / row["bandwidth"],
+            item=row["item"],
+            group_size=heads.group_size,
+            num_kv_heads=hkv,
+        )
+
+    @classmethod
+    def bytes_only(cls, heads: HeadConfig, kv_bytes: int = 2) -> CostModel:
+        """Cost = bytes of KV and partial results, as PAT's profit model counts them."""
+        return cls(
+            kv_token=2 * heads.num_kv_heads * heads.head_dim * kv_bytes,
+            mma_row=0.0,
+            partial=partial_bytes(heads),
+            item=0.0,
+            group_size=heads.group_size,
+            num_kv_heads=heads.num_kv_heads,
+        )
+
+
+def partial_bytes(heads: HeadConfig) -> int:
+    """Bytes that one query's partial result moves: float32 output and LSE, written and read."""
+    return 2 * 4 * heads.num_qo_heads * (heads.head_dim + 1)

@@ -1,0 +1,85 @@
+"""Prefix paths -> forest: keep the nodes that several requests share, drop the rest."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from sgl_prefix_attn.records import Forest, PathTable
+
+
+def build_forest(paths: PathTable) -> Forest:
+    """Compress the paths of a batch into the forest of its shared nodes.
+
+    A node with one request is part of that request's tail: splitting it off could save nothing. A
+    node whose only child has the same requests is joined with the child. O(N + B).
+    Raises ValueError, naming the row, when a path is not shorter than its request.
+    """
+    columns = _build(paths.parent, paths.length, paths.leaf)
+    parent, start, end, num_queries, tail_parent, tail_start, path_len = columns
+    too_long = np.flatnonzero(path_len >= paths.seq_lens)
+    if too_long.size:
+        row = int(too_long[0])
+        raise ValueError(
+            f"paths[{row}] holds {path_len[row]} tokens but seq_lens[{row}] is "
+            f"{paths.seq_lens[row]}: a path must be shorter than its request, whose token being "
+            "decoded is private"
+        )
+    return Forest(parent, start, end, num_queries, tail_parent, tail_start, paths.seq_lens)
+
+
+@njit(cache=True)
+def _build(parent, length, leaf):
+    num_nodes, batch = parent.size, leaf.size
+    depth = np.zeros(num_nodes, np.int32)  # KV position where the node ends
+    count = np.zeros(num_nodes, np.int32)  # requests below the node
+    for i in range(num_nodes):
+        depth[i] = length[i] + (depth[parent[i]] if parent[i] >= 0 else 0)
+    for row in range(batch):
+        if leaf[row] >= 0:
+            count[leaf[row]] += 1
+    for i in range(num_nodes - 1, -1, -1):
+        if parent[i] >= 0:
+            count[parent[i]] += count[i]
+
+    kept = np.full(num_nodes, -1, np.int32)  # original node -> forest node
+    out_parent = np.empty(num_nodes, np.int32)
+    start = np.empty(num_nodes, np.int32)
+    end = np.empty(num_nodes, np.int32)
+    queries = np.empty(num_nodes, np.int32)
+    size = 0
+    for i in range(num_nodes):
+        if count[i] < 2:
+            continue
+        above = parent[i]
+        if above >= 0 and count[above] == count[i]:
+            kept[i] = kept[above]
+        else:
+            kept[i] = size
+            out_parent[size] = kept[above] if above >= 0 else -1
+            start[size] = depth[above] if above >= 0 else 0
+            queries[size] = count[i]
+            size += 1
+        end[kept[i]] = depth[i]
+
+    tail_parent = np.full(batch, -1, np.int32)
+    tail_start = np.zeros(batch, np.int32)
+    path_len = np.zeros(batch, np.int32)
+    for row in range(batch):
+        node = leaf[row]
+        if node >= 0:
+            path_len[row] = depth[node]
+        while node >= 0 and count[node] < 2:
+            node = parent[node]
+        if node >= 0:
+            tail_parent[row] = kept[node]
+            tail_start[row] = end[kept[node]]
+    return (
+        out_parent[:size].copy(),
+        start[:size].copy(),
+        end[:size].copy(),
+        queries[:size].copy(),
+        tail_parent,
+        tail_start,
+        path_len,
+    )

@@ -1,0 +1,107 @@
+"""Split or merge, per node: the profit models behind one interface.
+
+`Merges` says for every node and tail whether its pack absorbs the KV of the node above. The
+strategies differ in nothing else, so that each ablation is one flag.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from sgl_prefix_attn.plan.costs import CostModel
+from sgl_prefix_attn.plan.dynamic import optimal_merges
+from sgl_prefix_attn.records import Forest, Merges
+
+STRATEGIES = ("query", "naive", "compute", "pat", "calibrated")
+
+# FastTree's released defaults (its cost model as published with the artifact): weights of padded
+# query rows, padded KV and reduction, and its two tiles (queries, KV tokens).
+FASTTREE_WEIGHTS = (0.66, 0.33, 0.1)
+FASTTREE_TILES = ((64, 32), (16, 128))
+
+
+def choose_merges(forest: Forest, strategy: str, costs: CostModel) -> Merges:
+    """Decide every merge of the forest.
+
+    query       everything merges: one pack a request, as a query-centric kernel does
+    naive       nothing merges: one pack a node (ChunkAttention's two phases, PAT-naive)
+    pat         PAT Algorithm 1: split where 4 * queries(child) < len(parent), else merge
+    compute     FastTree's compute-oriented cost (PAT-compute)
+    calibrated  the cheapest split/merge choice under `costs`, by dynamic programming
+    """
+    if strategy == "query":
+        return _constant(forest, True)
+    if strategy == "naive":
+        return _constant(forest, False)
+    if strategy == "pat":
+        return _pat(forest)
+    if strategy == "compute":
+        weights, tiles = np.array(FASTTREE_WEIGHTS), np.array(FASTTREE_TILES)
+        node, tail = _fasttree(
+            forest.parent, forest.start, forest.end, forest.num_queries, forest.tail_parent,
+            forest.tail_start, forest.seq_lens, costs.group_size, weights, tiles,
+        )  # fmt: skip
+        return Merges(node, tail)
+    if strategy == "calibrated":
+        return optimal_merges(forest, costs)
+    raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}; got {strategy!r}")
+
+
+def _constant(forest: Forest, merge: bool) -> Merges:
+    node = np.full(forest.parent.size, merge) & (forest.parent >= 0)
+    return Merges(node, np.full(forest.tail_parent.size, merge) & (forest.tail_parent >= 0))
+
+
+def _pat(forest: Forest) -> Merges:
+    """Algorithm 1 as printed: the parent's own length decides, not the length of a merged chain."""
+    length = forest.end - forest.start
+    node, tail = forest.parent >= 0, forest.tail_parent >= 0
+    node[node] = 4 * forest.num_queries[node] >= length[forest.parent[node]]
+    tail[tail] = 4 >= length[forest.tail_parent[tail]]
+    return Merges(node, tail)
+
+
+@njit(cache=True)
+def _padding_cost(queries, kv_len, group_size, weights, tiles):
+    tile_q, tile_k = tiles[0] if queries > tiles[1, 0] else tiles[1]
+    pad_q = (-queries) % tile_q
+    pad_k = max(0, tile_k - kv_len)
+    return group_size * (weights[0] * pad_q * kv_len + weights[1] * pad_k * queries)
+
+
+@njit(cache=True)
+def _fasttree(
+    parent, start, end, num_queries, tail_parent, tail_start, seq_lens, group_size, weights, tiles
+):
+    """Top-down and greedy: a merged child leaves its parent with fewer queries and grows itself."""
+    num_nodes = parent.size
+    kv_len = (end - start).astype(np.int64)
+    left = num_queries.astype(np.int64)  # queries still in the node's own pack
+    node_merged = np.zeros(num_nodes, np.bool_)
+    tail_merged = np.zeros(tail_parent.size, np.bool_)
+    for child in range(num_nodes + tail_parent.size):
+        is_tail = child >= num_nodes
+        row = child - num_nodes
+        above = tail_parent[row] if is_tail else parent[child]
+        if above < 0:
+            continue
+        queries = 1 if is_tail else num_queries[child]
+        own = seq_lens[row] - tail_start[row] if is_tail else kv_len[child]
+        split = (
+            _padding_cost(left[above], kv_len[above], group_size, weights, tiles)
+            + _padding_cost(queries, own, group_size, weights, tiles)
+            + weights[2] * queries
+        )
+        rest = left[above] - queries
+        merge = _padding_cost(queries, own + kv_len[above], group_size, weights, tiles)
+        if rest > 0:
+            merge += _padding_cost(rest, kv_len[above], group_size, weights, tiles)
+        if split > merge:
+            left[above] = rest
+            if is_tail:
+                tail_merged[row] = True
+            else:
+                node_merged[child] = True
+                kv_len[child] += kv_len[above]
+    return node_merged, tail_merged

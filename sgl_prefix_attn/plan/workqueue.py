@@ -1,0 +1,156 @@
+"""Packs + tiling -> the plan's int32 words (layout in kernels/layout.py)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from sgl_prefix_attn.kernels import layout as L
+from sgl_prefix_attn.plan.tiles import Tiling
+from sgl_prefix_attn.records import Forest, Merges, Packs, Plan, PlanStats
+
+# Segments start at multiples of this many entries, so that their slots load as whole vectors.
+SEGMENT_ALIGN = 16
+
+
+def serialize(
+    forest: Forest, merges: Merges, packs: Packs, tiling: Tiling, *, headroom: int
+) -> Plan:
+    """Lay out segments, partial rows and work items of a step.
+
+    Every tail segment gets `headroom` spare entries (PackInfer's delta), so that requests can grow
+    that many tokens before a new plan. Partial rows of a request stand together, in the order of
+    its packs and splits; a request with one part writes to the output directly. Items of a tile
+    stand together, longest first.
+    """
+    batch = forest.tail_parent.size
+    words, index_slots, num_partials, num_items = _serialize(
+        packs.kv_start, packs.kv_end, packs.tail, packs.query_offset, packs.queries, batch,
+        tiling.tile, tiling.row_tiles, tiling.queries_per_tile, tiling.splits,
+        np.argsort(-tiling.item_time, kind="stable"), headroom,
+    )  # fmt: skip
+    kv_len = packs.kv_end - packs.kv_start
+    shared = int((forest.end - forest.start).sum())
+    stats = PlanStats(
+        num_nodes=forest.parent.size,
+        num_packs=kv_len.size,
+        num_items=num_items,
+        num_partials=num_partials,
+        kv_tokens_read=int(kv_len.sum()),
+        kv_tokens_query_centric=int(forest.seq_lens.sum()),
+        kv_tokens_unique=shared + int((forest.seq_lens - forest.tail_start).sum()),
+    )
+    return Plan(
+        words=words,
+        batch_size=batch,
+        num_index_slots=index_slots,
+        num_partials=num_partials,
+        appends_left=headroom,
+        seq_lens=forest.seq_lens.copy(),
+        stats=stats,
+        forest=forest,
+        merges=merges,
+        packs=packs,
+    )
+
+
+@njit(cache=True)
+def _serialize(
+    kv_start, kv_end, tail, query_offset, queries, batch,
+    tile, row_tiles, queries_per_tile, splits, order, headroom,
+):  # fmt: skip
+    num_packs = kv_start.size
+    parts = np.zeros(batch, np.int32)
+    tile_items = np.zeros(L.MAX_TILES, np.int32)
+    num_items = 0
+    for pack in range(num_packs):
+        tile_items[tile[pack]] += row_tiles[pack] * splits[pack]
+        num_items += row_tiles[pack] * splits[pack]
+        for e in range(query_offset[pack], query_offset[pack + 1]):
+            parts[queries[e]] += splits[pack]
+    num_merges = 0
+    for row in range(batch):
+        if parts[row] > 1:
+            num_merges += 1
+
+    segments = L.HEADER_WORDS
+    tails = segments + num_packs * L.SEGMENT_WORDS
+    entries = tails + batch * L.TAIL_WORDS
+    merges = entries + queries.size * L.ENTRY_WORDS
+    items = merges + num_merges * L.MERGE_WORDS
+    words = np.zeros(items + num_items * L.ITEM_WORDS, np.int32)
+    words[L.H_VERSION] = L.VERSION
+    words[L.H_BATCH] = batch
+    words[L.H_SEGMENTS] = segments
+    words[L.H_NUM_SEGMENTS] = num_packs
+    words[L.H_TAILS] = tails
+    words[L.H_ENTRIES] = entries
+    words[L.H_MERGES] = merges
+    words[L.H_NUM_MERGES] = num_merges
+
+    # partial rows: a request's stand together
+    slot = np.empty(batch, np.int32)
+    num_partials = 0
+    w = merges
+    for row in range(batch):
+        if parts[row] > 1:
+            words[w + L.M_ROW] = row
+            words[w + L.M_SLOT] = num_partials
+            words[w + L.M_COUNT] = parts[row]
+            w += L.MERGE_WORDS
+            slot[row] = num_partials
+            num_partials += parts[row]
+
+    segment_dst = np.empty(num_packs, np.int32)
+    dst = 0
+    for pack in range(num_packs):
+        row = queries[query_offset[pack]]
+        length = kv_end[pack] - kv_start[pack]
+        w = segments + pack * L.SEGMENT_WORDS
+        words[w + L.S_DST] = dst
+        words[w + L.S_ROW] = row
+        words[w + L.S_START] = kv_start[pack]
+        words[w + L.S_LEN] = length
+        segment_dst[pack] = dst
+        dst += length
+        if tail[pack] >= 0:
+            w = tails + tail[pack] * L.TAIL_WORDS
+            words[w + L.T_DST] = segment_dst[pack]
+            words[w + L.T_START] = kv_start[pack]
+            dst += headroom
+        dst = -(-dst // SEGMENT_ALIGN) * SEGMENT_ALIGN
+        for e in range(query_offset[pack], query_offset[pack + 1]):
+            w = entries + e * L.ENTRY_WORDS
+            row = queries[e]
+            words[w + L.E_ROW] = row
+            if parts[row] > 1:
+                words[w + L.E_SLOT] = slot[row]
+                slot[row] += splits[pack]
+            else:
+                words[w + L.E_SLOT] = L.DIRECT
+
+    write = np.empty(L.MAX_TILES, np.int32)
+    w = items
+    for t in range(L.MAX_TILES):
+        words[L.H_QUEUES + 2 * t] = w
+        words[L.H_QUEUES + 2 * t + 1] = tile_items[t]
+        write[t] = w
+        w += tile_items[t] * L.ITEM_WORDS
+    for i in range(num_packs):
+        pack = order[i]
+        t = tile[pack]
+        length = L.GROWS if tail[pack] >= 0 else kv_end[pack] - kv_start[pack]
+        num_queries = query_offset[pack + 1] - query_offset[pack]
+        for split in range(splits[pack]):
+            for row_tile in range(row_tiles[pack]):
+                first = row_tile * queries_per_tile[pack]
+                w = write[t]
+                words[w + L.I_SEGMENT] = segment_dst[pack]
+                words[w + L.I_LEN] = length
+                words[w + L.I_TAIL] = tail[pack]
+                words[w + L.I_SPLIT] = split
+                words[w + L.I_NUM_SPLITS] = splits[pack]
+                words[w + L.I_ENTRY] = query_offset[pack] + first
+                words[w + L.I_NUM_QUERIES] = min(queries_per_tile[pack], num_queries - first)
+                write[t] = w + L.ITEM_WORDS
+    return words, dst, num_partials, num_items
