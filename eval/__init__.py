@@ -1,0 +1,1 @@
+"""Demo, benchmarks and accuracy runs. Not part of the wheel."""

@@ -1,0 +1,119 @@
+"""One benchmark case on the device: tree, heads, page size, queries and several KV pools."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from eval.bench_kernel.floor import kv_bytes
+from eval.bench_kernel.trees import IndexTables, Tree, build_tables
+from sgl_prefix_attn.records import HeadConfig
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# A graph cycles through this much KV, so that no layer finds its own in the L2 cache (50 MB).
+_POOL_BYTES = 400e6
+_MAX_BYTES = 40e9
+
+
+@dataclass(frozen=True)
+class Case:
+    """Input of every provider; layer i reads k[i] and v[i].
+
+    node_slots   per level int32 [nodes, length], on the device
+    req_to_token int32 [B, seq_len], on the device
+    seq_lens     int32 [B], on the device; all requests are equally long
+    q            [B, Hq, D]
+    k, v         one [slots, Hkv, D] a layer; slots that no request owns hold NaN
+    """
+
+    tree: Tree
+    heads: HeadConfig
+    page_size: int
+    dtype: torch.dtype
+    device: torch.device
+    node_slots: tuple[torch.Tensor, ...]
+    req_to_token: torch.Tensor
+    seq_lens: torch.Tensor
+    q: torch.Tensor
+    k: tuple[torch.Tensor, ...]
+    v: tuple[torch.Tensor, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.k)
+
+    @property
+    def sm_scale(self) -> float:
+        return self.heads.head_dim**-0.5
+
+    def paged(self, cache: torch.Tensor) -> torch.Tensor:
+        """View of a pool as [pages, page_size, Hkv, D]."""
+        return cache.view(-1, self.page_size, self.heads.num_kv_heads, self.heads.head_dim)
+
+    def pages(self, slots: torch.Tensor) -> torch.Tensor:
+        """int32 [..., pages]: page ids of rows of slots [..., tokens]."""
+        return (slots[..., :: self.page_size] // self.page_size).contiguous()
+
+    def last_page_len(self, length: int) -> int:
+        return (length - 1) % self.page_size + 1
+
+    def new_out(self) -> list[torch.Tensor]:
+        """One output a layer, poisoned with NaN."""
+        return [torch.full_like(self.q, float("nan")) for _ in range(self.num_layers)]
+
+
+def num_pools(tree: Tree, heads: HeadConfig, itemsize: int) -> int:
+    size = kv_bytes(tree, heads, itemsize)
+    pools = max(2, min(12, int(_POOL_BYTES // size) + 1))
+    return 2 if pools * size > _MAX_BYTES else pools
+
+
+def build_case(
+    tree: Tree,
+    heads: HeadConfig,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+) -> Case:
+    """Random queries and pools; the same arguments, the same case (on the same kind of device).
+
+    Raises ValueError when the tree does not fit the page size.
+    """
+    tables = build_tables(tree, page_size, np.random.default_rng(seed))
+    generator = torch.Generator(device).manual_seed(seed)
+    unused = torch.from_numpy(tables.unused().nonzero()[0]).to(device)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
+
+    def pools() -> tuple[torch.Tensor, ...]:
+        shape = (tables.num_slots, heads.num_kv_heads, heads.head_dim)
+        return tuple(
+            random(*shape).index_fill_(0, unused, float("nan"))
+            for _ in range(num_pools(tree, heads, dtype.itemsize))
+        )
+
+    return Case(
+        tree=tree,
+        heads=heads,
+        page_size=page_size,
+        dtype=dtype,
+        device=device,
+        **_on_device(tables, tree, device),
+        q=random(tree.batch_size, heads.num_qo_heads, heads.head_dim),
+        k=pools(),
+        v=pools(),
+    )
+
+
+def _on_device(tables: IndexTables, tree: Tree, device: torch.device) -> dict:
+    return {
+        "node_slots": tuple(torch.from_numpy(slots).to(device) for slots in tables.node_slots),
+        "req_to_token": torch.from_numpy(tables.req_to_token).to(device),
+        "seq_lens": torch.full(
+            (tree.batch_size,), tree.seq_len, dtype=torch.int32, device=device
+        ),
+    }

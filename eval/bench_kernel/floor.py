@@ -1,0 +1,77 @@
+"""The two numbers before any measurement: the fewest bytes and the floating-point operations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from eval.bench_kernel.trees import Tree
+from sgl_prefix_attn.records import HeadConfig
+
+# Rates that stock kernels themselves reach: FlashInfer and FA3 read 256_4096 at 3.0 TB/s.
+_KNOWN = {"H100": (3.0e12, 600e12)}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """bandwidth [bytes/s] and flops [1/s] that the floor is computed with; copy_bandwidth is a
+    device-to-device copy measured at start (bytes read plus bytes written a second)."""
+
+    bandwidth: float
+    flops: float
+    copy_bandwidth: float | None
+    source: str
+
+
+def kv_bytes(tree: Tree, heads: HeadConfig, itemsize: int) -> int:
+    """Bytes of the tree's K and V, each entry once (queries and outputs are left out)."""
+    return tree.num_tokens * heads.num_kv_heads * heads.head_dim * 2 * itemsize
+
+
+def flops(tree: Tree, heads: HeadConfig) -> int:
+    """Operations of QK and PV: every query head with every KV entry of its request."""
+    return tree.batch_size * tree.seq_len * heads.num_qo_heads * heads.head_dim * 4
+
+
+def floor_us(tree: Tree, heads: HeadConfig, itemsize: int, rates: Rates) -> float:
+    """No kernel is faster: the larger of the time for the bytes and for the operations."""
+    seconds = max(
+        kv_bytes(tree, heads, itemsize) / rates.bandwidth, flops(tree, heads) / rates.flops
+    )
+    return seconds * 1e6
+
+
+def rates_of(device: torch.device) -> Rates:
+    """Known rates of this GPU, else measured ones; the copy is measured in any case."""
+    if device.type != "cuda":
+        return Rates(50e9, 1e12, None, "nominal CPU")
+    name = torch.cuda.get_device_name(device)
+    copied = _measure_copy(device)
+    for key, (bandwidth, rate) in _KNOWN.items():
+        if key in name:
+            return Rates(bandwidth, rate, copied, f"table for {key}")
+    return Rates(copied, _measure_matmul(device), copied, "measured copy and bf16 matrix product")
+
+
+def _measure_copy(device: torch.device, size: int = 1 << 30) -> float:
+    source = torch.empty(size, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    return 2 * size / _median_seconds(lambda: target.copy_(source))
+
+
+def _measure_matmul(device: torch.device, n: int = 8192) -> float:
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * n**3 / _median_seconds(lambda: a @ b)
+
+
+def _median_seconds(work, repeats: int = 11) -> float:
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return sorted(times)[repeats // 2]

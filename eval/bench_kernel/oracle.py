@@ -1,0 +1,76 @@
+"""Ground truth and the judgement of an output against it.
+
+The truth is full attention of every request over its own row of slots, in fp64. An output is judged
+by the error that plain torch makes on the same inputs at low precision (fp32 scores and softmax,
+probabilities and output in the case's dtype), not by a hand-picked tolerance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from eval.bench_kernel.case import Case
+
+# Allowed multiples of low-precision torch's error: over all, and of the worst (request, head).
+# One missing token of a 16k context moves its row by about three times torch's bf16 error.
+_NORM_FACTOR = 2.0
+_ROW_FACTOR = 3.0
+_CHUNK_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Error:
+    """||out - truth|| / ||truth||: over all of the output, and of the worst (request, head)."""
+
+    norm: float
+    worst_row: float
+
+
+class Oracle:
+    """Truth of layer 0 of a case, computed once for all providers."""
+
+    def __init__(self, case: Case):
+        exact = torch.float64
+        self._truth = attend(case, case.k[0], case.v[0], exact, exact)
+        low = attend(case, case.k[0], case.v[0], torch.float32, case.dtype)
+        self.error_torch = self.error(low)
+
+    def error(self, out: torch.Tensor) -> Error:
+        """NaN anywhere in `out` makes the error NaN. Raises ValueError for another shape."""
+        if out.shape != self._truth.shape:
+            raise ValueError(f"output is {list(out.shape)}, expected {list(self._truth.shape)}")
+        difference = out.to(torch.float64) - self._truth
+        rows = difference.norm(dim=-1) / self._truth.norm(dim=-1)
+        return Error(float(difference.norm() / self._truth.norm()), float(rows.max()))
+
+    def problem(self, error: Error) -> str | None:
+        """Why an output with this error is wrong, or None."""
+        limit = self.error_torch
+        # Written so that NaN is a problem.
+        if not error.norm <= _NORM_FACTOR * limit.norm:
+            return f"error {error.norm:.2e}, low-precision torch {limit.norm:.2e}"
+        if not error.worst_row <= _ROW_FACTOR * limit.worst_row:
+            return f"worst row {error.worst_row:.2e}, low-precision torch {limit.worst_row:.2e}"
+        return None
+
+
+def attend(
+    case: Case, k: torch.Tensor, v: torch.Tensor, score_dtype: torch.dtype, dtype: torch.dtype
+) -> torch.Tensor:
+    """[B, Hq, D] in `dtype`: scores and softmax in `score_dtype`, probabilities @ V in `dtype`."""
+    heads, length = case.heads, case.tree.seq_len
+    row_bytes = length * heads.num_kv_heads * heads.head_dim * (score_dtype.itemsize + 2) * 2
+    chunk = max(1, _CHUNK_BYTES // row_bytes)
+    outs = []
+    for first in range(0, case.tree.batch_size, chunk):
+        rows = case.req_to_token[first : first + chunk].long()
+        # [b, Hkv, group, D] x [b, Hkv, D, tokens]
+        q = case.q[first : first + chunk].to(score_dtype)
+        q = q.unflatten(1, (heads.num_kv_heads, heads.group_size))
+        keys = k[rows].to(score_dtype).permute(0, 2, 3, 1)
+        weights = torch.softmax(q @ keys * case.sm_scale, dim=-1).to(dtype)
+        values = v[rows].to(dtype).transpose(1, 2)
+        outs.append((weights @ values).flatten(1, 2))
+    return torch.cat(outs)

@@ -1,0 +1,89 @@
+"""Time a layer: CUDA-graph replay over several KV pools, median; plain calls where that fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+_REPLAYS = 20
+_PLANS = 21
+
+
+class LayerTimer:
+    """Captures `run(layer)` for every layer once; replays it for results and for time.
+
+    On the CPU, or with capture=False, the same calls are made one by one ("eager").
+    """
+
+    def __init__(
+        self, run: Callable[[int], torch.Tensor], layers: int, device: torch.device, capture: bool
+    ):
+        self._run = run
+        self._layers = layers
+        self._cuda = device.type == "cuda"
+        self.outs: list[torch.Tensor] = []
+        self._graph = None
+        if self._cuda and capture:
+            self._graph = self._capture()
+
+    @property
+    def kind(self) -> str:
+        return "graph" if self._graph is not None else "eager"
+
+    def replay(self) -> None:
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self.outs = [self._run(layer) for layer in range(self._layers)]
+
+    def us(self) -> float:
+        """Median microseconds a layer."""
+        for _ in range(2):
+            self.replay()
+        return _median(self._replay_us() for _ in range(_REPLAYS)) / self._layers
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for layer in (0, 1 % self._layers):
+                self._run(layer)
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.outs = [self._run(layer) for layer in range(self._layers)]
+        return graph
+
+    def _replay_us(self) -> float:
+        if not self._cuda:
+            start = time.perf_counter()
+            self.replay()
+            return (time.perf_counter() - start) * 1e6
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        self.replay()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) * 1e3
+
+
+def plan_us(plan: Callable[[], None], device: torch.device) -> float:
+    """Median microseconds of host time that one plan() takes to return; the device is idle."""
+
+    def once() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        plan()
+        return (time.perf_counter() - start) * 1e6
+
+    plan()
+    return _median(once() for _ in range(_PLANS))
+
+
+def _median(values) -> float:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2]

@@ -1,0 +1,181 @@
+"""Benchmark trees: `nodes per level _ KV length per level`, their paths and their KV slots.
+
+`1,4,16_128,256,1024` is one root of 128 tokens, four children of 256 and sixteen leaves of 1024.
+Each leaf is one request; the last level is private and holds the token being decoded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+# The trees of PAT's kernel evaluation (its figure 8, extended by two without sharing).
+PAT20 = (
+    "1,10_4096,416",
+    "1,256_256,32",
+    "1,1024_2048,32",
+    "1,2,64_1024,256,256",
+    "1,4,256_32,256,32",
+    "1,8,512_32,512,256",
+    "1,8,512_32,2048,256",
+    "1,8,512_512,512,256",
+    "1,4,8,256_32,256,256,32",
+    "1,4,16,512_1024,256,128,32",
+    "1,4,16,64,256,1024_256,32,256,64,32,256",
+    "1,16,32,64,128,1024_256,128,64,32,32,32",
+    "1,16,32,64,256,1024_256,128,64,32,32,32",
+    "1,8,16,32,64,128,1024_256,128,64,32,32,32,32",
+    "1,8,16,32,64,256,1024_256,128,64,32,32,32,32",
+    "2,8,16,256_256,256,32,32",
+    "4,16,256,512_512,32,128,32",
+    "8,16,32,256_512,512,256,32",
+    "256_1024",
+    "256_4096",
+)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """counts[i] nodes of lengths[i] KV tokens at level i, from the roots to the leaves.
+
+    Node j of a level of n nodes hangs below node j * p // n of the level of p nodes above.
+    """
+
+    counts: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return ",".join(map(str, self.counts)) + "_" + ",".join(map(str, self.lengths))
+
+    @property
+    def batch_size(self) -> int:
+        return self.counts[-1]
+
+    @property
+    def seq_len(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """KV tokens of the whole tree, each counted once."""
+        return sum(n * length for n, length in zip(self.counts, self.lengths, strict=True))
+
+    @property
+    def has_sharing(self) -> bool:
+        return self.counts[0] < self.counts[-1]
+
+    def parent(self, level: int, node: int) -> int:
+        """Index at level - 1 of the node that `node` of `level` hangs below."""
+        return node * self.counts[level - 1] // self.counts[level]
+
+    def node_of_request(self) -> np.ndarray:
+        """int64 [levels, B]: each request's node at each level."""
+        rows = [np.arange(self.batch_size)]
+        for level in range(len(self.counts) - 1, 0, -1):
+            rows.append(rows[-1] * self.counts[level - 1] // self.counts[level])
+        return np.stack(rows[::-1])
+
+    def prefix_paths(self) -> list[list[tuple[int, int]]]:
+        """Per request its path as (node_id, length), without the private last level."""
+        first = np.cumsum((0, *self.counts))
+        nodes = self.node_of_request()[:-1]
+        return [
+            [
+                (int(first[level] + nodes[level, i]), self.lengths[level])
+                for level in range(len(nodes))
+            ]
+            for i in range(self.batch_size)
+        ]
+
+
+def parse_tree(text: str) -> Tree:
+    """Raises ValueError that quotes the tree and says what is wrong with it."""
+    halves = text.strip().split("_")
+    if len(halves) != 2:
+        raise ValueError(f"tree {text!r}: expected COUNTS_LENGTHS, such as 1,4,16_128,256,1024")
+    try:
+        counts, lengths = (tuple(int(x) for x in half.split(",")) for half in halves)
+    except ValueError:
+        raise ValueError(f"tree {text!r}: counts and lengths must be integers") from None
+    if len(counts) != len(lengths):
+        raise ValueError(f"tree {text!r}: {len(counts)} counts but {len(lengths)} lengths")
+    if min(counts) < 1 or min(lengths) < 1:
+        raise ValueError(f"tree {text!r}: counts and lengths must be at least 1")
+    if list(counts) != sorted(counts):
+        raise ValueError(f"tree {text!r}: a level has fewer nodes than the one above it")
+    return Tree(counts, lengths)
+
+
+def parse_trees(spec: str) -> list[Tree]:
+    """`pat20`, a file with one tree a line (# starts a comment), or trees separated by `;`.
+
+    Raises ValueError for a tree that does not parse, a file without trees and an empty list.
+    """
+    if spec == "pat20":
+        texts = list(PAT20)
+    elif "_" not in spec or Path(spec).is_file():
+        path = Path(spec)
+        if not path.is_file():
+            raise ValueError(f"trees {spec!r}: neither pat20, nor a file, nor COUNTS_LENGTHS")
+        lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
+        texts = [line for line in lines if line]
+    else:
+        texts = [text for text in spec.split(";") if text.strip()]
+    if not texts:
+        raise ValueError(f"trees {spec!r}: no tree in it")
+    return [parse_tree(text) for text in texts]
+
+
+@dataclass(frozen=True)
+class IndexTables:
+    """Where the KV of a tree lies in a paged pool.
+
+    node_slots   per level int32 [nodes, length]
+    req_to_token int32 [B, seq_len]  the slots of each request in order
+    num_slots    slots of the pool, a multiple of the page size
+    """
+
+    node_slots: tuple[np.ndarray, ...]
+    req_to_token: np.ndarray
+    num_slots: int
+
+    def unused(self) -> np.ndarray:
+        """bool [num_slots]: slots that no request owns."""
+        free = np.ones(self.num_slots, dtype=bool)
+        for slots in self.node_slots:
+            free[slots.ravel()] = False
+        return free
+
+
+def page_problem(tree: Tree, page_size: int) -> str | None:
+    """Why SGLang could not hold this tree at this page size: nodes other than leaves are whole
+    pages there."""
+    for length in tree.lengths[:-1]:
+        if length % page_size:
+            return f"a shared node of {length} tokens is no multiple of the page size {page_size}"
+    return None
+
+
+def build_tables(tree: Tree, page_size: int, rng: np.random.Generator) -> IndexTables:
+    """Slots of every node, permuted by page; page 0 and two more pages stay unused.
+
+    Raises ValueError when the tree does not fit the page size.
+    """
+    problem = page_problem(tree, page_size)
+    if problem is not None:
+        raise ValueError(f"tree {tree.name}: {problem}")
+    pages_per_node = [-(-length // page_size) for length in tree.lengths]
+    num_pages = sum(n * p for n, p in zip(tree.counts, pages_per_node, strict=True)) + 3
+    order = rng.permutation(np.arange(1, num_pages))
+    node_slots, taken = [], 0
+    for n, pages, length in zip(tree.counts, pages_per_node, tree.lengths, strict=True):
+        own = order[taken : taken + n * pages].reshape(n, pages, 1)
+        taken += n * pages
+        slots = own * page_size + np.arange(page_size)
+        node_slots.append(slots.reshape(n, -1)[:, :length].astype(np.int32))
+    nodes = tree.node_of_request()
+    rows = [slots[nodes[level]] for level, slots in enumerate(node_slots)]
+    return IndexTables(tuple(node_slots), np.concatenate(rows, axis=1), num_pages * page_size)

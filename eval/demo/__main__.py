@@ -1,0 +1,67 @@
+"""What `make demo` runs. Exit status 1, with one sentence, if an output differs."""
+
+import argparse
+import json
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from eval.demo.report import Run, differences, render, summarize
+from eval.demo.server import Server, ServerError
+from eval.demo.workload import run_workload
+from eval.tiny_model import write_tiny_llama
+
+BUILD = Path("build")
+console = Console(highlight=False)
+
+
+def serve_workload(backend: str, model: Path, gpu: bool) -> Run:
+    """Start a server with `backend`, run the workload on it, stop it."""
+    start = time.monotonic()
+    console.print(f"starting SGLang with --attention-backend {backend} ...")
+    with Server(model, backend, gpu=gpu, workdir=BUILD / "demo", progress=console.print) as server:
+        console.print(f"  healthy after {time.monotonic() - start:.1f} s; running the workload ...")
+        before, start = server.counters(), time.monotonic()
+        outputs = run_workload(server.url)
+        seconds = time.monotonic() - start
+        growth = {key: value - before.get(key, 0) for key, value in server.counters().items()}
+    console.print(f"  {len(outputs)} requests in {seconds:.1f} s; server stopped")
+    return Run(backend, outputs, growth, seconds)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m eval.demo", description=__doc__)
+    parser.add_argument("--backend", default="prefix", help="attention backend under test")
+    parser.add_argument("--output", type=Path, default=BUILD / "demo.json")
+    args = parser.parse_args(argv)
+    gpu = torch.cuda.is_available()
+    device = torch.cuda.get_device_name(0) if gpu else "cpu"
+
+    console.print(f"device: {device}; writing a tiny Llama to {BUILD / 'demo' / 'model'} ...")
+    model = write_tiny_llama(BUILD / "demo" / "model", head_dim=64)
+    try:
+        ours = serve_workload(args.backend, model, gpu)
+        stock = serve_workload("flashinfer" if gpu else "torch_native", model, gpu)
+    except (ServerError, RuntimeError) as error:
+        console.print(f"demo failed: {error}", style="bold red", markup=False)
+        return 1
+
+    summary = summarize(ours, stock, sglang_version=version("sglang"), device=device)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(summary, indent=2) + "\n")
+    render(summary, console)
+    console.print(f"written to {args.output}")
+    different = differences(ours, stock)
+    if different:
+        sentence = f"{len(different)} of {len(stock.outputs)} outputs differ, first {different[0]}"
+        console.print(f"demo failed: {sentence}", style="bold red", markup=False)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

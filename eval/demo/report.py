@@ -1,0 +1,89 @@
+"""From two runs of the workload to the demo's table and build/demo.json."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from eval.demo.workload import Output
+
+_STEPS = "sglang:prefix_attn_steps_total"
+_KV_TOKENS = "sglang:prefix_attn_kv_tokens_total"
+_PLANS = "sglang:prefix_attn_plans_total"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One server run: outputs, what its counters grew by, wall seconds of the workload."""
+
+    backend: str
+    outputs: list[Output]
+    counters: dict
+    seconds: float
+
+
+def differences(ours: Run, stock: Run) -> list[str]:
+    """One line a request whose tokens differ: which one, and from which token on."""
+    expected = {output.name: output.token_ids for output in stock.outputs}
+    lines = [f"{name}: no output" for name in expected.keys() - {o.name for o in ours.outputs}]
+    for output in ours.outputs:
+        want = expected.get(output.name, ())
+        if output.token_ids != want:
+            pairs = enumerate(zip(output.token_ids, want, strict=False))
+            at = next((i for i, (a, b) in pairs if a != b), min(len(output.token_ids), len(want)))
+            lines.append(f"{output.name}: token {at} of {len(want)}")
+    return lines
+
+
+def summarize(ours: Run, stock: Run, *, sglang_version: str, device: str) -> dict:
+    """The content of demo.json; steps and KV tokens are those of our run, a layer's worth."""
+    steps = defaultdict(dict)
+    for labels, count in _samples(ours, _STEPS):
+        steps[labels["variant"]][labels["reason"]] = count
+    kv_tokens = defaultdict(int, {la["kind"]: n for la, n in _samples(ours, _KV_TOKENS)})
+    return {
+        "requests": len(ours.outputs),
+        "output_tokens": sum(len(output.token_ids) for output in ours.outputs),
+        "outputs_equal": not differences(ours, stock),
+        "prefix_steps": sum(steps["prefix"].values()),
+        "stock_steps": sum(steps["stock"].values()),
+        "steps_by_reason": {variant: dict(sorted(by.items())) for variant, by in steps.items()},
+        "plans_by_cause": {labels["cause"]: n for labels, n in _samples(ours, _PLANS)},
+        "kv_tokens_read": kv_tokens["read"],
+        "kv_tokens_query_centric": kv_tokens["query_centric"],
+        "kv_tokens_unique": kv_tokens["unique"],
+        "seconds": {run.backend: round(run.seconds, 2) for run in (ours, stock)},
+        "backends": [ours.backend, stock.backend],
+        "sglang_version": sglang_version,
+        "device": device,
+    }
+
+
+def render(summary: dict, console: Console) -> None:
+    ours, stock = summary["backends"]
+    table = Table(title=f"--attention-backend {ours}, checked against {stock}", show_header=False)
+    table.add_row("SGLang, device", f"{summary['sglang_version']}, {summary['device']}")
+    table.add_row("requests", f"{summary['requests']}")
+    table.add_row("output tokens", f"{summary['output_tokens']}")
+    for variant, by_reason in summary["steps_by_reason"].items():
+        for reason, count in by_reason.items():
+            table.add_row(f"decode steps: {variant}, {reason}", f"{count}")
+    for cause, count in summary["plans_by_cause"].items():
+        table.add_row(f"plans: {cause}", f"{count}")
+    read, query_centric = summary["kv_tokens_read"], summary["kv_tokens_query_centric"]
+    table.add_row("KV tokens read, a layer", f"{read}")
+    table.add_row("KV tokens a query-centric kernel reads", f"{query_centric}")
+    if read:
+        table.add_row("ratio", f"{query_centric / read:.2f} x fewer")
+    table.add_row("outputs equal", "yes" if summary["outputs_equal"] else "NO")
+    console.print(table)
+
+
+def _samples(run: Run, name: str) -> list[tuple[dict, int]]:
+    """(labels, growth) of each series that grew, SGLang's own labels included."""
+    return [
+        (dict(labels), int(value))
+        for (sample, labels), value in run.counters.items()
+        if sample == name and value
+    ]

@@ -1,0 +1,130 @@
+"""One SGLang HTTP server as a child process: start, wait until healthy, read counters, stop."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+START_LIMIT_S = 600
+STOP_LIMIT_S = 20
+_SAMPLE = re.compile(r"^(?P<name>[\w:]+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$")
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+CPU_ARGUMENTS = ("--device=cpu", "--dtype=float32", "--max-total-tokens=16384")
+GPU_ARGUMENTS = ("--dtype=bfloat16", "--max-total-tokens=65536")
+
+
+class ServerError(RuntimeError):
+    """The server did not start or died; the message holds the end of its log."""
+
+
+class Server:
+    """Context manager; `url` is healthy inside. `progress(text)` is told what it waits for."""
+
+    def __init__(self, model: Path, backend: str, *, gpu: bool, workdir: Path, progress=print):
+        self.backend = backend
+        self.log = workdir / f"server-{backend}.log"
+        self._model, self._gpu, self._workdir, self._progress = model, gpu, workdir, progress
+        self._process = None
+        self.url = ""
+
+    def __enter__(self) -> "Server":
+        port = _free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self._workdir.mkdir(parents=True, exist_ok=True)
+        command = [
+            *(sys.executable, "-m", "sglang.launch_server"),
+            *("--model-path", str(self._model.resolve())),
+            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--attention-backend", self.backend),
+            *("--enable-metrics", "--max-running-requests=16", "--random-seed=1"),
+            *(GPU_ARGUMENTS if self._gpu else CPU_ARGUMENTS),
+        ]
+        env = dict(os.environ)
+        if not self._gpu:
+            env["SGL_PREFIX_ATTN_CPU_PLATFORM"] = "1"
+        with self.log.open("wb") as log:
+            # Its own directory: the checkout's kernels/ would hide the package of that name that
+            # SGLang imports. Its own session: one signal then reaches all of its processes.
+            self._process = subprocess.Popen(
+                command,
+                cwd=self._workdir,
+                env=env,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_healthy()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End every process of the server: politely, then for certain."""
+        for sig in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self._process.pid, sig)
+                self._process.wait(STOP_LIMIT_S)
+            except (ProcessLookupError, subprocess.TimeoutExpired):
+                continue
+
+    def counters(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+        """/metrics as {(name, sorted labels): value}."""
+        return parse_metrics(_get(f"{self.url}/metrics"))
+
+    def log_tail(self, lines: int = 30) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def _wait_until_healthy(self) -> None:
+        start = told = time.monotonic()
+        while True:
+            if self._process.poll() is not None:
+                code = self._process.returncode
+                message = f"the {self.backend} server ended with status {code}; end of {self.log}:"
+                raise ServerError(f"{message}\n{self.log_tail()}")
+            try:
+                _get(f"{self.url}/health")
+                return
+            except (urllib.error.URLError, OSError):
+                pass
+            now = time.monotonic()
+            if now - start > START_LIMIT_S:
+                message = f"the {self.backend} server was not healthy after {START_LIMIT_S} s"
+                raise ServerError(f"{message}; end of {self.log}:\n{self.log_tail()}")
+            if now - told > 10:
+                told = now
+                self._progress(f"  still starting after {now - start:.0f} s ({self.log})")
+            time.sleep(0.5)
+
+
+def parse_metrics(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Samples of the Prometheus text format."""
+    samples = {}
+    for line in text.splitlines():
+        match = None if line.startswith("#") else _SAMPLE.match(line)
+        if match:
+            labels = tuple(sorted(_LABEL.findall(match["labels"] or "")))
+            samples[match["name"], labels] = float(match["value"])
+    return samples
+
+
+def _get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as response:
+        return response.read().decode()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

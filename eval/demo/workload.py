@@ -1,0 +1,87 @@
+"""The demo's requests: agents that call tools, written with the SGLang frontend.
+
+One system prompt with the descriptions of all tools -> a branch for each tool -> several calls of
+it at once -> one answer from all results -> a follow-up turn. Every call of every tool is a request
+that shares the system prompt, and its tool's instructions with its siblings.
+"""
+
+from dataclasses import dataclass
+
+import sglang as sgl
+from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint
+
+TOOLS = {
+    "search": "find documents about a query and return their titles with one line each",
+    "read": "open one document by title and return the paragraph that answers the question",
+    "calculate": "evaluate an arithmetic expression and return the number with its unit",
+    "convert": "turn an amount of one unit or currency into another, at the rate of a given day",
+}
+QUESTIONS = (
+    "How far is the harbour from the old town, and how long does the walk take with a child?",
+    "Which of the three proposals costs least over ten years, and what does it leave out?",
+)
+CALLS_PER_TOOL = 3
+CALL_TOKENS, ANSWER_TOKENS = 24, 32
+RULES_PER_TOOL = 8
+
+
+@dataclass(frozen=True)
+class Output:
+    """What the server generated for one request."""
+
+    name: str
+    token_ids: tuple[int, ...]
+
+
+def system_prompt() -> str:
+    """About 1500 tokens of the demo's tokenizer."""
+    lines = ["You are a helpful assistant with tools. Call one tool at a time and wait for it.\n"]
+    for name, purpose in TOOLS.items():
+        lines.append(f"\n## {name}(argument: text) -> text\nUse it to {purpose}.\n")
+        for rule in range(1, RULES_PER_TOOL + 1):
+            lines.append(f"- rule {rule} of {name}: check argument {rule}, then return the text.\n")
+    return "".join(lines)
+
+
+@sgl.function
+def agent(s, question):
+    """Returns the outputs of all requests of one conversation."""
+    s += system_prompt() + f"\nuser: {question}\n"
+    calls = []
+    for tool, branch in zip(TOOLS, s.fork(len(TOOLS)), strict=True):
+        branch += f"assistant: the tool for this step is {tool}, used to {TOOLS[tool]}.\n"
+        for number, call in enumerate(branch.fork(CALLS_PER_TOOL), start=1):
+            call += f"call {number} of {tool}: "
+            call += sgl.gen("result", max_tokens=CALL_TOKENS)
+            calls.append((f"{tool} {number}", call))
+    for name, call in calls:
+        s += f"{name} returned: {call['result']}\n"
+    s += "assistant: " + sgl.gen("answer", max_tokens=ANSWER_TOKENS)
+    s += "\nuser: Explain the answer in one sentence.\nassistant: "
+    s += sgl.gen("explanation", max_tokens=ANSWER_TOKENS)
+    outputs = [_output(name, call, "result") for name, call in calls]
+    return outputs + [_output(name, s, name) for name in ("answer", "explanation")]
+
+
+def run_workload(url: str) -> list[Output]:
+    """All agents at once, greedy. Raises RuntimeError if a request failed."""
+    endpoint = RuntimeEndpoint(url, chat_template_name="default")
+    states = agent.run_batch(
+        [{"question": question} for question in QUESTIONS],
+        temperature=0,
+        ignore_eos=True,
+        return_logprob=True,
+        backend=endpoint,
+    )
+    return [
+        Output(f"agent {number}: {output.name}", output.token_ids)
+        for number, state in enumerate(states, start=1)
+        for output in state.ret_value
+    ]
+
+
+def _output(name: str, state, variable: str) -> Output:
+    info = state.get_meta_info(variable)
+    if info is None:
+        raise RuntimeError(f"request {name!r} failed: {state.error()}")
+    return Output(name, tuple(token for _, token, _ in info["output_token_logprobs"]))

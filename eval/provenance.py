@@ -1,0 +1,102 @@
+"""Where a result came from: machine, versions, commit and command, recorded in every result file."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+
+import orjson
+
+ROOT = Path(__file__).resolve().parent.parent
+# Names of the commit where the tree was copied without its .git: "HASH" or "HASH-dirty".
+COMMIT_ENV = "BENCH_COMMIT"
+PACKAGES = ("torch", "triton", "flashinfer-python", "sglang", "sglang-kernel", "sgl-prefix-attn")
+
+
+def collect(module: str, argv: list[str], **extra) -> dict:
+    """The "meta" of a result file; `module` and `argv` give the command that makes it again."""
+    commit, dirty = _commit()
+    gpu, driver = _gpu()
+    return {
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
+        "gpu": gpu,
+        "driver": driver,
+        "versions": {"python": platform.python_version()} | {p: _version(p) for p in PACKAGES},
+        "commit": commit,
+        "dirty": dirty,
+        "command": shlex.join(["python", "-m", module, *argv]),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        **extra,
+    }
+
+
+def save(path: str | Path, meta: dict, rows: list[dict], **parts) -> None:
+    """Write a result file at once: a reader sees the old one or the new one."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(path.suffix + ".part")
+    part.write_bytes(
+        orjson.dumps({"meta": meta, "rows": rows, **parts}, option=orjson.OPT_INDENT_2) + b"\n"
+    )
+    part.replace(path)
+
+
+def load(path: str | Path) -> dict:
+    """A result file. Raises ValueError naming the file when it is none."""
+    try:
+        result = orjson.loads(Path(path).read_bytes())
+        result["meta"]["command"], result["rows"][0]
+    except (OSError, orjson.JSONDecodeError, KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"{path} is not a result file: {error!r}") from None
+    return result
+
+
+def _version(package: str) -> str | None:
+    if package == "sgl-prefix-attn":
+        from sgl_prefix_attn import __version__
+
+        return __version__
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        if package in sys.modules:
+            return getattr(sys.modules[package], "__version__", None)
+        return None
+
+
+def _git(*args: str) -> str:
+    return subprocess.run(
+        ["git", "-C", str(ROOT), *args], capture_output=True, text=True, check=True, timeout=30
+    ).stdout.strip()
+
+
+def _commit() -> tuple[str, bool | None]:
+    stated = os.environ.get(COMMIT_ENV, "")
+    if stated:
+        return stated.removesuffix("-dirty"), stated.endswith("-dirty")
+    try:
+        return _git("rev-parse", "HEAD"), bool(_git("status", "--porcelain", "-uno"))
+    except (OSError, subprocess.SubprocessError):
+        return "unknown", None
+
+
+def _gpu() -> tuple[str | None, str | None]:
+    """Name and driver of the first GPU, (None, None) without one."""
+    try:
+        line = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=30,
+        ).stdout.splitlines()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None, None
+    name, _, driver = line.partition(",")
+    return name.strip(), driver.strip()
