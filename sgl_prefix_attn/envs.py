@@ -1,0 +1,138 @@
+"""Every environment variable of the plugin, in one table.
+
+Settings are read once, when the attention backend is built, so that a bad value stops the server
+at start with a message that names the variable, its value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+PREFIX = "SGL_PREFIX_ATTN_"
+
+
+def _one_of(*allowed: str) -> tuple[Callable[[str], str], str]:
+    def parse(text: str) -> str:
+        if text not in allowed:
+            raise ValueError
+        return text
+
+    return parse, " | ".join(allowed)
+
+
+def _flag() -> tuple[Callable[[str], bool], str]:
+    def parse(text: str) -> bool:
+        return {"0": False, "1": True}[text]
+
+    return parse, "0 | 1"
+
+
+def _integer(minimum: int) -> tuple[Callable[[str], int], str]:
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < minimum:
+            raise ValueError
+        return value
+
+    return parse, f"integer >= {minimum}"
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable: field of Settings, parser, what the parser allows, default."""
+
+    field: str
+    kind: tuple[Callable[[str], object], str]
+    default: str
+    doc: str
+
+    @property
+    def name(self) -> str:
+        return PREFIX + self.field.upper()
+
+    def read(self, environ: Mapping[str, str]) -> object:
+        """The variable's value; an unset or empty one is the default.
+
+        Raises ValueError that names variable, value and what is allowed.
+        """
+        text = environ.get(self.name, "").strip() or self.default
+        parse, allowed = self.kind
+        try:
+            return parse(text)
+        except (ValueError, KeyError):
+            raise ValueError(f"{self.name}={text!r}: allowed is {allowed}") from None
+
+
+VARIABLES = (
+    Variable(
+        "strategy",
+        _one_of("query", "naive", "compute", "pat", "calibrated"),
+        "calibrated",
+        "Profit model that packs the radix tree into work items.",
+    ),
+    Variable(
+        "policy",
+        _one_of("auto", "prefix", "stock"),
+        "auto",
+        "Which kernels a decode step runs: decide each step, or force one of them where possible.",
+    ),
+    Variable(
+        "headroom",
+        _integer(1),
+        "64",
+        "Tokens that every request can grow before its index segment is full and a step replans.",
+    ),
+    Variable(
+        "check",
+        _flag(),
+        "0",
+        "Debug: verify the tree against SGLang's slots each step, compare with stock attention.",
+    ),
+    Variable(
+        "check_every",
+        _integer(1),
+        "16",
+        "Debug: with CHECK=1, every n-th prefix step runs both backends and compares each layer.",
+    ),
+    Variable(
+        "cpu_platform",
+        _flag(),
+        "0",
+        "Offer a plain PyTorch CPU platform to SGLang, for machines without a GPU.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Values of VARIABLES, by field."""
+
+    strategy: str = "calibrated"
+    policy: str = "auto"
+    headroom: int = 64
+    check: bool = False
+    check_every: int = 16
+    cpu_platform: bool = False
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
+        """Read all variables (os.environ by default). ValueError: a bad or unknown one."""
+        environ = os.environ if environ is None else environ
+        known = {variable.name for variable in VARIABLES}
+        unknown = sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
+        if unknown:
+            raise ValueError(
+                f"unknown environment variable {unknown[0]}: known are {', '.join(sorted(known))}"
+            )
+        return cls(**{variable.field: variable.read(environ) for variable in VARIABLES})
+
+
+def markdown_table() -> str:
+    """The README's environment table."""
+    rows = ["| variable | values | default | meaning |", "| --- | --- | --- | --- |"]
+    for variable in VARIABLES:
+        allowed = variable.kind[1].replace("|", "\\|")
+        rows.append(f"| `{variable.name}` | {allowed} | `{variable.default}` | {variable.doc} |")
+    return "\n".join(rows)
