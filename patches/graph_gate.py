@@ -1,0 +1,25 @@
+"""Sends decode steps that must not replay the captured prefix graph to the eager path."""
+
+from __future__ import annotations
+
+from sgl_prefix_attn.patches.batch_requests import find_backend
+
+TARGET = (
+    "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph"
+)
+WHY = "decode graphs hold the prefix kernels; a stock step has to run eagerly"
+SGLANG = ("0.5.17",)
+
+
+def hook(original, runner, forward_batch):
+    """Around can_run_graph: no for a step that our backend decided to run on its own."""
+    backend = find_backend(runner.model_runner)
+    if backend is not None and backend.needs_eager_step(forward_batch.forward_mode):
+        return False
+    return original(runner, forward_batch)
+
+
+def register() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(TARGET, hook, HookType.AROUND)

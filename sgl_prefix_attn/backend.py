@@ -1,0 +1,221 @@
+"""`--attention-backend prefix`: SGLang's attention backend over the plan and its executor.
+
+Prefill, verify and stock decode steps go to a composed stock backend of SGLang; prefix decode
+steps run the plan. SGLang's three-method contract:
+
+    hook after ForwardBatch.init_new   observe                          decide and plan, on the host
+    before the graph (or eager)        init_forward_metadata_out_graph  upload a new plan
+    in the graph (or eager)            init_forward_metadata_in_graph   append this step's slots
+    every layer                        forward_decode                   write KV, run the plan
+
+Batch state lives here and never on the ForwardBatch: graph replay passes a copy of it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+from sgl_prefix_attn import modelinfo, policy
+from sgl_prefix_attn.crosscheck import layer_mismatch
+from sgl_prefix_attn.envs import Settings
+from sgl_prefix_attn.execution import build, padding_plan
+from sgl_prefix_attn.metrics import PrometheusExporter, StepCounters
+from sgl_prefix_attn.patches import batch_requests, verify_applied
+from sgl_prefix_attn.records import Decision
+from sgl_prefix_attn.stepstate import Step, StepPreparer
+
+logger = logging.getLogger(__name__)
+
+_UNOBSERVED = Step(Decision(policy.STOCK, "no_batch"))
+_CAPTURE = Decision(policy.PREFIX, "capture")
+
+
+def create_stock(runner) -> AttentionBackend:
+    """SGLang's own backend that this plugin composes: FlashInfer on a GPU, torch on a CPU."""
+    return ATTENTION_BACKENDS["torch_native" if runner.device == "cpu" else "flashinfer"](runner)
+
+
+class PrefixAttnBackend(AttentionBackend):
+    """Decode attention that reads every shared KV prefix once.
+
+    Raises RuntimeError when SGLang did not apply a needed hook.
+    """
+
+    def __init__(self, runner, settings: Settings):
+        super().__init__()
+        verify_applied()
+        self.stock = create_stock(runner)
+        self.counters = StepCounters(
+            PrometheusExporter()
+            if runner.server_args.enable_metrics and runner.ps.tp_rank == 0
+            else None
+        )
+        # SGLang reads the pools through the active backend.
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self._runner = runner
+        self._model_problem = policy.unsupported_model(modelinfo.model_facts(runner))
+        planner = self._executor = None
+        if self._model_problem is None:
+            planner, self._executor = build(runner, modelinfo.head_config(runner), settings)
+            self._padding = Step(_CAPTURE, padding_plan(planner))
+        else:
+            logger.warning(
+                "--attention-backend prefix: every step runs stock attention (%s)",
+                self._model_problem,
+            )
+        self._steps = StepPreparer(
+            settings,
+            planner,
+            lambda plan: self._executor.capacity.covers(plan),
+            self.counters,
+            model_problem=self._model_problem,
+            raise_faults=runner.ps.tp_size > 1,
+        )
+        self._observed: Step | None = None
+        self._active: Step = _UNOBSERVED
+
+    # --- what the hooks call ---------------------------------------------------------------------
+
+    def observe(self, forward_batch, schedule_batch) -> None:
+        """Decide and plan the step that SGLang is about to run (after ForwardBatch.init_new)."""
+        self._observed = None
+        if not forward_batch.forward_mode.is_decode() or forward_batch.seq_lens_cpu is None:
+            return
+        self._observed = self._steps.prepare(
+            schedule_batch.reqs,
+            schedule_batch.tree_cache,
+            forward_batch.seq_lens_cpu.numpy(),
+            self.req_to_token_pool.req_to_token,
+        )
+
+    def needs_eager_step(self, forward_mode) -> bool:
+        """Whether the captured prefix graph must not replay for the observed step."""
+        if not forward_mode.is_decode() or self._model_problem is not None:
+            return False
+        step = self._observed
+        return step is None or not step.is_prefix or step.cross_check
+
+    # --- SGLang's metadata contract --------------------------------------------------------------
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        if batch_requests.find_backend(self._runner) is not self:
+            # Behind a wrapper that the hook cannot look through no batch ever reaches us.
+            self._only_stock("wrapped_backend")
+        self.stock.init_cuda_graph_state(max_bs, max_num_tokens)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return self.stock.get_cuda_graph_seq_len_fill_value()
+
+    def on_after_cuda_graph_warmup(self) -> None:
+        self.stock.on_after_cuda_graph_warmup()
+
+    def init_forward_metadata(self, forward_batch) -> None:
+        """Eager entry point."""
+        step = self._take_step(forward_batch.forward_mode)
+        if not step.is_prefix or step.cross_check:
+            self.stock.init_forward_metadata(forward_batch)
+        if step.is_prefix:
+            self._load(step, forward_batch)
+            self._append(forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch, in_capture: bool = False) -> None:
+        """Before capture or replay of a graph; a decode graph holds the prefix variant."""
+        if self._model_problem is not None or not forward_batch.forward_mode.is_decode():
+            self._active = _UNOBSERVED
+            self.stock.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+            return
+        step = self._take_step(forward_batch.forward_mode)
+        if in_capture or not step.is_prefix:
+            # Capture, and replay for an idle rank: the graph runs over padding rows only.
+            step = self._active = self._padding
+            self._steps.lifetime.invalidate("capture")
+        self._load(step, forward_batch)
+
+    def init_forward_metadata_in_graph(self, forward_batch) -> None:
+        if self._active.is_prefix:
+            self._append(forward_batch)
+        else:
+            self.stock.init_forward_metadata_in_graph(forward_batch)
+
+    # --- attention -------------------------------------------------------------------------------
+
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
+        return self.stock.forward_extend(
+            q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
+        )
+
+    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
+        """Attention of one layer: q [B, Hq * D], k and v [B, Hkv, D]; returns [B, Hq * D]."""
+        options = sorted(name for name, value in kwargs.items() if value is not None)
+        if options and self._active.is_prefix:
+            self._only_stock(f"layer_option:{options[0]}")
+            self.stock.init_forward_metadata(forward_batch)
+            self._active = _UNOBSERVED
+        if not self._active.is_prefix:
+            return self.stock.forward_decode(
+                q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
+            )
+        if save_kv_cache and k is not None:
+            self.token_to_kv_pool.set_kv_buffer(
+                layer, KVWriteLoc(forward_batch.out_cache_loc), k, v
+            )
+        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = torch.empty_like(q)
+        self._executor.run(
+            q,
+            self.token_to_kv_pool.get_key_buffer(layer.layer_id),
+            self.token_to_kv_pool.get_value_buffer(layer.layer_id),
+            forward_batch.seq_lens,
+            out,
+            sm_scale=layer.scaling,
+            logits_soft_cap=layer.logit_cap,
+        )
+        out = out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+        if self._active.cross_check:
+            self._cross_check(q, k, v, out, layer, forward_batch)
+        return out
+
+    # --- internals -------------------------------------------------------------------------------
+
+    def _take_step(self, forward_mode) -> Step:
+        """The observed step becomes the active one; each is used once."""
+        step = self._observed if forward_mode.is_decode() else None
+        self._observed = None
+        self._active = step or _UNOBSERVED
+        return self._active
+
+    def _load(self, step: Step, forward_batch) -> None:
+        if step.new_plan is not None:
+            self._executor.load(
+                step.new_plan,
+                self.req_to_token_pool.req_to_token,
+                forward_batch.req_pool_indices,
+            )
+
+    def _append(self, forward_batch) -> None:
+        self._executor.append(forward_batch.seq_lens, forward_batch.out_cache_loc)
+
+    def _only_stock(self, reason: str) -> None:
+        logger.warning("--attention-backend prefix: all steps run stock attention (%s)", reason)
+        self._model_problem = reason
+        self._steps.only_stock(reason)
+
+    def _cross_check(self, q, k, v, out, layer, forward_batch) -> None:
+        flat = q.reshape(len(q), -1)
+        expected = self.stock.forward_decode(flat, k, v, layer, forward_batch, save_kv_cache=False)
+        difference = layer_mismatch(out, expected)
+        if difference is not None:
+            self.counters.mismatch()
+            self.counters.log_once(
+                "check_mismatch",
+                logging.ERROR,
+                "layer %d: prefix and stock attention differ: %s",
+                layer.layer_id,
+                difference,
+            )

@@ -1,0 +1,40 @@
+"""Planner and executor of a server: sized once for the largest batch that SGLang may run."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sgl_prefix_attn.envs import Settings
+from sgl_prefix_attn.executor import Capacity, PlanExecutor
+from sgl_prefix_attn.plan import Planner
+from sgl_prefix_attn.records import HeadConfig, PathTable, Plan
+from sgl_prefix_attn.tuning import default_costs, default_tile_set
+
+
+def build(runner, heads: HeadConfig, settings: Settings) -> tuple[Planner, PlanExecutor]:
+    """Planner and executor for the heads of a ModelRunner's layers.
+
+    Raises ValueError when one KV head has more query heads than the largest tile has rows.
+    """
+    tile_set = default_tile_set(runner.device)
+    planner = Planner(
+        heads,
+        tile_set=tile_set,
+        strategy=settings.strategy,
+        costs=default_costs(runner.device, heads, runner.kv_cache_dtype.itemsize),
+        headroom=settings.headroom,
+    )
+    planner.warm_up()
+    capacity = Capacity.for_server(
+        max_batch=runner.req_to_token_pool.size,
+        max_tokens=runner.max_total_num_tokens,
+        headroom=settings.headroom,
+        num_ctas=tile_set.num_ctas,
+    )
+    return planner, PlanExecutor(heads, device=runner.device, tile_set=tile_set, capacity=capacity)
+
+
+def padding_plan(planner: Planner) -> Plan:
+    """The plan of a batch without requests: a captured graph runs it without reading any KV."""
+    none = np.zeros(0, dtype=np.int32)
+    return planner.plan(PathTable(none, none, none.astype(np.int64), none, none))

@@ -1,0 +1,87 @@
+"""SGLang's entry point (group `sglang.srt.plugins`): registers backend name, backend and hooks.
+
+SGLang calls register() in every process, before it parses its arguments, and only logs what it
+raises. So problems are raised later, by the function that builds the backend.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib import metadata
+
+logger = logging.getLogger(__name__)
+
+BACKEND_NAME = "prefix"
+SUPPORTED_SGLANG = ("0.5.17",)
+
+_registered = False
+
+
+def register() -> None:
+    """Make `--attention-backend prefix` known to this process. Idempotent, cheap, no CUDA."""
+    global _registered
+    if _registered:
+        return
+    _registered = True
+
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.server_args import add_attention_backend_choices
+
+    add_attention_backend_choices([BACKEND_NAME])
+    register_attention_backend(BACKEND_NAME)(create)
+    problem = version_problem()
+    if problem is not None:
+        # No hooks on an SGLang that they were not written for; `create` raises if it is reached.
+        logger.warning("%s", problem)
+        return
+
+    from sgl_prefix_attn.patches import register_all
+
+    register_all()
+
+
+def version_problem() -> str | None:
+    """Why the installed SGLang cannot be used, with what to do, or None."""
+    installed = metadata.version("sglang")
+    # A local tag (0.5.17+cu130) is another build of the same code.
+    if installed.split("+")[0] in SUPPORTED_SGLANG:
+        return None
+    return (
+        f"--attention-backend {BACKEND_NAME}: SGLang {installed} is installed, supported is "
+        f"{', '.join(SUPPORTED_SGLANG)}: pip install sglang=={SUPPORTED_SGLANG[-1]}"
+    )
+
+
+def create(runner):
+    """Build the attention backend of a ModelRunner.
+
+    A draft model's runner gets the stock backend. Raises RuntimeError for an unsupported SGLang
+    or missing hooks, ValueError for an unsupported model or a bad environment value.
+    """
+    problem = version_problem()
+    if problem is not None:
+        raise RuntimeError(problem)
+    from sgl_prefix_attn.backend import PrefixAttnBackend, create_stock
+    from sgl_prefix_attn.envs import Settings
+
+    settings = Settings.from_env()
+    raise_if_unsupported(runner)
+    if runner.is_draft_worker:
+        return create_stock(runner)
+    return PrefixAttnBackend(runner, settings)
+
+
+def raise_if_unsupported(runner) -> None:
+    """Raise ValueError for a model that the backend cannot serve at all."""
+    architectures = ", ".join(getattr(runner.model_config.hf_config, "architectures", None) or [])
+    supported = "supported are decoder-only models with multi-head or grouped-query attention"
+    if runner.use_mla_backend:
+        raise ValueError(
+            f"--attention-backend {BACKEND_NAME}: {architectures} uses multi-head latent attention "
+            f"(MLA); {supported}. Leave --attention-backend out to take SGLang's default."
+        )
+    if runner.model_config.is_encoder_decoder:
+        raise ValueError(
+            f"--attention-backend {BACKEND_NAME}: {architectures} is an encoder-decoder model; "
+            f"{supported}. Leave --attention-backend out to take SGLang's default."
+        )
