@@ -1,0 +1,28 @@
+# make demo: a real SGLang server with the plugin, checked against the stock backend.
+# make test: lint and the whole test suite; ARGS goes to pytest. Both install what they need into .venv first, once.
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint wheel install clean
+
+demo: install
+	@$(BIN)/python -m eval.demo
+
+test: lint
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: install
+	@$(BIN)/python -m ruff check .
+
+wheel: install
+	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist/*.whl
+
+install:
+	@python=$(BIN)/python; [ -x $$python ] || python=$$(sh requirements/find_python.sh) && \
+		"$$python" requirements/install.py $(VENV)
+
+# Keeps .venv; remove it by hand to install from nothing.
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,140 @@
+"""python -m eval.bench_kernel: decode attention of every provider on prefix trees.
+
+A provider whose output differs from the oracle is shown as wrong and not timed; one that is not
+installed is a line that says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+
+import torch
+
+from eval import provenance
+from eval.bench_kernel import plot, summary
+from eval.bench_kernel.case import DTYPES
+from eval.bench_kernel.floor import rates_of
+from eval.bench_kernel.providers import NAMES, STRATEGIES, make_providers
+from eval.bench_kernel.runner import DeviceLost, Setting, compare
+from eval.bench_kernel.trees import parse_trees
+from sgl_prefix_attn.records import HeadConfig
+
+_PEERS = "prefix,flashinfer,fa3,batchattn,cascade"
+
+
+def main(argv: list[str]) -> int:
+    args, settings, providers = _parse(argv)
+    device = torch.device(args.device)
+    rates = rates_of(device)
+    meta = provenance.collect(
+        "eval.bench_kernel", argv, device=str(device), seed=args.seed, rates=asdict(rates)
+    )
+    print(
+        f"{meta['gpu'] or meta['machine']}: floor at {rates.bandwidth / 1e12:.2f} TB/s and "
+        f"{rates.flops / 1e12:.0f} TFLOP/s ({rates.source})"
+    )
+    reasons = {}
+    for provider in providers:
+        reason = provider.available()
+        if reason is not None:
+            reasons[provider.name] = reason
+            print(f"{provider.name} is not available: {reason}")
+    rows: list[dict] = []
+    try:
+        for setting in settings:
+            _run_setting(setting, providers, rates, reasons, rows)
+            if args.json:
+                provenance.save(args.json, meta, rows)
+    except DeviceLost as error:
+        print(f"stopped, the GPU context is lost: {error}", file=sys.stderr)
+        if args.json and rows:
+            provenance.save(args.json, meta, rows, incomplete=str(error))
+        return 2
+    for (heads, head_dim, page_size, dtype), trees in summary.group(rows).items():
+        print(f"\n{heads} heads, head dim {head_dim}, page size {page_size}, {dtype}")
+        print(summary.text_means(trees))
+    if args.plot:
+        plot.write(rows, args.plot)
+    wrong = [r for r in rows if summary.is_ours(r["provider"]) and r["status"] != "ok"]
+    wrong = [r for r in wrong if not r["status"].startswith("unsupported")]
+    return 1 if wrong else 0
+
+
+def _run_setting(setting: Setting, providers, rates, reasons, rows: list[dict]) -> None:
+    heads = f"{setting.heads.num_qo_heads}/{setting.heads.num_kv_heads}"
+    print(
+        f"\n{setting.tree.name}: {setting.tree.batch_size} requests of {setting.tree.seq_len}, "
+        f"{heads} heads, page size {setting.page_size}",
+        flush=True,
+    )
+    entry: dict[str, dict] = {}
+    for row in compare(setting, providers, rates, reasons):
+        entry[row.provider] = row.as_dict()
+        rows.append(entry[row.provider])
+    for row in entry.values():
+        print(summary.text_row(entry, row), flush=True)
+
+
+def _parse(argv: list[str]):
+    parser = argparse.ArgumentParser(prog="python -m eval.bench_kernel", description=__doc__)
+    parser.add_argument("--trees", default="pat20", help="pat20, a file, or trees joined by ;")
+    parser.add_argument("--heads", default="32/8", help="QO/KV heads, such as 32/8,64/8")
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--providers", default=_PEERS, help=f"of {', '.join(NAMES)}")
+    parser.add_argument(
+        "--strategy", default="calibrated", help=f"of `prefix`: {', '.join(STRATEGIES)}"
+    )
+    parser.add_argument("--page-size", default="1", help="such as 1,16,64")
+    parser.add_argument("--dtype", default="bf16", choices=list(DTYPES))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="OUT", help="result file, written after every tree")
+    parser.add_argument("--plot", metavar="OUT.png")
+    parser.add_argument("--fasttree-path", metavar="DIR", help="checkout of FastTree-Artifact")
+    parser.add_argument("--pat-path", metavar="DIR", help="built checkout of PAT")
+    args = parser.parse_args(argv)
+    try:
+        providers = make_providers(
+            args.providers.split(","), args.strategy.split(","), args.fasttree_path, args.pat_path
+        )
+        settings = [
+            Setting(
+                tree, heads, page, args.dtype, DTYPES[args.dtype], torch.device(args.device),
+                args.seed,
+            )
+            for heads in parse_heads(args.heads, args.head_dim)
+            for page in _page_sizes(args.page_size)
+            for tree in parse_trees(args.trees)
+        ]
+    except ValueError as error:
+        parser.error(str(error))
+    return args, settings, providers
+
+
+def parse_heads(text: str, head_dim: int) -> list[HeadConfig]:
+    """`32/8,64/8` as head configurations. Raises ValueError quoting what does not parse."""
+    configs = []
+    for part in text.split(","):
+        try:
+            num_qo_heads, num_kv_heads = map(int, part.split("/"))
+        except ValueError:
+            raise ValueError(f"heads {part!r}: expected QO/KV, such as 32/8") from None
+        configs.append(HeadConfig(num_qo_heads, num_kv_heads, head_dim))
+    return configs
+
+
+def _page_sizes(text: str) -> list[int]:
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"page size {text!r}: expected integers, such as 1,16,64") from None
+    if min(sizes) < 1:
+        raise ValueError(f"page size {text!r}: must be at least 1")
+    return sizes
+
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,79 @@
+"""FlashInfer's MultiLevelCascadeAttentionWrapper, one level of the tree a level: `cascade`."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from eval.bench_kernel.case import Case
+from eval.bench_kernel.providers.base import BaseProvider
+
+_FLOAT_WORKSPACE_BYTES = 256 << 20
+_INT_WORKSPACE_BYTES = 8 << 20
+
+
+class FlashInferCascade(BaseProvider):
+    name = "cascade"
+    module = "flashinfer"
+
+    def prepare(self, case: Case) -> FlashInferCascadeRunnable:
+        return FlashInferCascadeRunnable(case)
+
+
+class FlashInferCascadeRunnable:
+    def __init__(self, case: Case):
+        import flashinfer
+
+        self._case = case
+        levels = len(case.tree.counts)
+        device = case.device
+
+        def workspace(size: int) -> torch.Tensor:
+            return torch.empty(size, dtype=torch.uint8, device=device)
+
+        self._wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(
+            levels, workspace(_FLOAT_WORKSPACE_BYTES), "NHD"
+        )
+        # The default int workspaces are too small for 1024 requests; float ones must not be shared
+        # when levels run split.
+        for level_wrapper in self._wrapper._batch_prefill_wrappers:
+            level_wrapper.reset_workspace_buffer(
+                workspace(_FLOAT_WORKSPACE_BYTES), workspace(_INT_WORKSPACE_BYTES)
+            )
+        self._tables = [_level_tables(case, level) for level in range(levels)]
+        self.plan()
+
+    def plan(self) -> None:
+        case = self._case
+        qo_indptr, kv_indptr, kv_indices, last_len = map(
+            list, zip(*self._tables, strict=True)
+        )
+        self._wrapper.plan(
+            qo_indptr,
+            kv_indptr,
+            kv_indices,
+            last_len,
+            case.heads.num_qo_heads,
+            case.heads.num_kv_heads,
+            case.heads.head_dim,
+            case.page_size,
+            q_data_type=case.dtype,
+            kv_data_type=case.dtype,
+        )
+
+    def run(self, layer: int) -> torch.Tensor:
+        case = self._case
+        return self._wrapper.run(case.q, (case.paged(case.k[layer]), case.paged(case.v[layer])))
+
+
+def _level_tables(case: Case, level: int) -> tuple[torch.Tensor, ...]:
+    """qo_indptr, kv_indptr, kv_indices and last page lengths (int32, on the device) of a level."""
+    count = case.tree.counts[level]
+    pages = case.pages(case.node_slots[level])
+    # Requests below a node are consecutive: offsets are where the node changes.
+    nodes = case.tree.node_of_request()[level]
+    qo_indptr = np.searchsorted(nodes, np.arange(count + 1)).astype(np.int32)
+    kv_indptr = np.arange(count + 1, dtype=np.int32) * pages.shape[1]
+    last_len = np.full(count, case.last_page_len(case.tree.lengths[level]), dtype=np.int32)
+    on_device = [torch.from_numpy(x).to(case.device) for x in (qo_indptr, kv_indptr, last_len)]
+    return on_device[0], on_device[1], pages.view(-1), on_device[2]

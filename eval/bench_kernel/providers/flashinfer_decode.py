@@ -1,0 +1,63 @@
+"""FlashInfer's tensor-core decode wrapper, planned as SGLang does: `flashinfer`."""
+
+from __future__ import annotations
+
+import torch
+
+from eval.bench_kernel.case import Case
+from eval.bench_kernel.providers.base import BaseProvider
+
+_WORKSPACE_BYTES = 768 << 20
+
+
+class FlashInferDecode(BaseProvider):
+    name = "flashinfer"
+    module = "flashinfer"
+
+    def prepare(self, case: Case) -> FlashInferDecodeRunnable:
+        return FlashInferDecodeRunnable(case)
+
+
+class FlashInferDecodeRunnable:
+    def __init__(self, case: Case):
+        import flashinfer
+
+        self._case = case
+        pages = case.pages(case.req_to_token)
+        batch, pages_per_row = pages.shape
+        # indptr and last page lengths on the host, where plan() needs them: no synchronisation.
+        self._indptr = torch.arange(batch + 1, dtype=torch.int32) * pages_per_row
+        self._last_len = torch.full(
+            (batch,), case.last_page_len(case.tree.seq_len), dtype=torch.int32
+        )
+        self._indices = pages.view(-1)
+        self._out = case.new_out()
+        self._wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=case.device),
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=self._indptr.to(case.device),
+            paged_kv_indices_buffer=self._indices.clone(),
+            paged_kv_last_page_len_buffer=self._last_len.to(case.device),
+        )
+        self.plan()
+
+    def plan(self) -> None:
+        case = self._case
+        self._wrapper.plan(
+            self._indptr,
+            self._indices,
+            self._last_len,
+            case.heads.num_qo_heads,
+            case.heads.num_kv_heads,
+            case.heads.head_dim,
+            case.page_size,
+            q_data_type=case.dtype,
+            kv_data_type=case.dtype,
+        )
+
+    def run(self, layer: int) -> torch.Tensor:
+        case = self._case
+        kv_cache = (case.paged(case.k[layer]), case.paged(case.v[layer]))
+        return self._wrapper.run(case.q, kv_cache, out=self._out[layer])

@@ -1,0 +1,49 @@
+"""This library, through its public wrapper: `prefix` or `prefix:STRATEGY`."""
+
+from __future__ import annotations
+
+import torch
+
+from eval.bench_kernel.case import Case
+from eval.bench_kernel.providers.base import BaseProvider
+
+
+class Prefix(BaseProvider):
+    module = "sgl_prefix_attn"
+    needs_cuda = False
+
+    def __init__(self, strategy: str = "calibrated"):
+        self.name = "prefix" if strategy == "calibrated" else f"prefix:{strategy}"
+        self._strategy = strategy
+
+    def prepare(self, case: Case) -> PrefixRunnable:
+        return PrefixRunnable(case, self._strategy)
+
+
+class PrefixRunnable:
+    def __init__(self, case: Case, strategy: str):
+        from sgl_prefix_attn import PrefixDecodeWrapper
+
+        self._case = case
+        self._wrapper = PrefixDecodeWrapper(
+            case.heads.num_qo_heads,
+            case.heads.num_kv_heads,
+            case.heads.head_dim,
+            page_size=case.page_size,
+            device=case.device,
+            dtype=case.dtype,
+            strategy=strategy,
+        )
+        self._paths = case.tree.prefix_paths()
+        # Lengths are known to the host, as in a server; slots are on the device.
+        self._seq_lens = torch.full_like(case.seq_lens, case.tree.seq_len, device="cpu")
+        self._rows = torch.arange(case.tree.batch_size, device=case.device)
+        self._out = case.new_out()
+        self.plan()
+
+    def plan(self) -> None:
+        self._wrapper.plan(self._paths, self._seq_lens, self._case.req_to_token, self._rows)
+
+    def run(self, layer: int) -> torch.Tensor:
+        kv_cache = (self._case.k[layer], self._case.v[layer])
+        return self._wrapper.run(self._case.q, kv_cache, out=self._out[layer])

@@ -1,0 +1,128 @@
+"""Makes .venv and installs the pinned set that fits this machine, once.
+
+    python requirements/install.py VENV
+
+Needs only the standard library. The CUDA set where nvidia-smi lists a GPU, the CPU set otherwise.
+A stamp in the environment, keyed by what decides its content, makes a second run do nothing.
+"""
+
+import hashlib
+import subprocess
+import sys
+import threading
+import time
+import venv
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+LOG = ROOT / "build" / "install.log"
+HEARTBEAT_S = 20
+
+
+class InstallError(Exception):
+    """One sentence for the user."""
+
+
+def main(target: Path) -> None:
+    gpu = has_gpu()
+    stamp = target / f".installed-{key(gpu)}"
+    if stamp.exists():
+        return
+    start = time.monotonic()
+    kind = "CUDA" if gpu else "CPU"
+    say(f"installing the {kind} set into {target} with Python {sys.version.split()[0]}")
+    python = target / "bin" / "python"
+    if not has_pip(python):
+        say(f"making {target}")
+        venv.create(target, with_pip=True)
+    for label, arguments in pip_steps(gpu):
+        run_step(label, [str(python), "-m", "pip", "install", *arguments])
+    if not gpu:
+        add_torchvision_shim(python)
+    for old in target.glob(".installed-*"):
+        old.unlink()
+    stamp.touch()
+    say(f"installed in {time.monotonic() - start:.0f} s; the next run installs nothing")
+
+
+def has_gpu() -> bool:
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return listing.returncode == 0 and "GPU" in listing.stdout
+
+
+def has_pip(python: Path) -> bool:
+    """False as well for an environment whose making was interrupted."""
+    try:
+        return (
+            subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode == 0
+        )
+    except OSError:
+        return False
+
+
+def key(gpu: bool) -> str:
+    """Digest of the requirement files, this directory's scripts, the Python version and the set."""
+    digest = hashlib.sha256(f"{gpu} {sys.version_info[:2]} {ROOT}".encode())
+    for path in (*sorted(HERE.glob("*.txt")), *sorted(HERE.glob("*.py")), ROOT / "pyproject.toml"):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def pip_steps(gpu: bool) -> list[tuple[str, list[str]]]:
+    """(what it installs, arguments of `pip install`) in order."""
+    this = ["--no-deps", "--no-build-isolation", "--editable", str(ROOT)]
+    if gpu:
+        steps = [("SGLang with CUDA torch", ["-r", str(HERE / "gpu.txt")])]
+    else:
+        steps = [
+            ("torch", ["-r", str(HERE / "torch-cpu.txt")]),
+            ("SGLang and the rest", ["--no-deps", "-r", str(HERE / "cpu.txt")]),
+        ]
+    return [*steps, ("this package", this)]
+
+
+def run_step(label: str, command: list[str]) -> None:
+    """Run a pip command, its output in the log, a line a while to show that it is at work."""
+    say(f"{label} ...")
+    start, done = time.monotonic(), threading.Event()
+
+    def heartbeat() -> None:
+        while not done.wait(HEARTBEAT_S):
+            say(f"  {label}: {time.monotonic() - start:.0f} s")
+
+    thread = threading.Thread(target=heartbeat, daemon=True)
+    thread.start()
+    LOG.parent.mkdir(exist_ok=True)
+    with LOG.open("ab") as log:
+        status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
+    done.set()
+    thread.join()
+    if status != 0:
+        tail = LOG.read_text(errors="replace").splitlines()[-15:]
+        print("\n".join(tail), file=sys.stderr)
+        raise InstallError(f"pip could not install {label} (status {status}; all of it in {LOG})")
+    say(f"  {label}: done in {time.monotonic() - start:.0f} s")
+
+
+def add_torchvision_shim(python: Path) -> None:
+    """See torchvision_without_cuda.py."""
+    query = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(subprocess.check_output([python, "-c", query], text=True).strip())
+    shim = HERE / "torchvision_without_cuda.py"
+    (site / shim.name).write_bytes(shim.read_bytes())
+    (site / f"{shim.stem}.pth").write_text(f"import {shim.stem}\n")
+
+
+def say(text: str) -> None:
+    print(f"install: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]))
+    except (InstallError, OSError, subprocess.SubprocessError) as error:
+        sys.exit(f"error: {error}")
