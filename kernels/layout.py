@@ -5,8 +5,9 @@ A plan is one int32 array: a header, then sections at the offsets that the heade
     SEGMENT  slots to copy into kv_indices once, when the plan is loaded
     TAIL     per request, in batch order: where its growing segment lies
     ENTRY    per query of a pack: which output row it is and where its partial results go
-    ITEM     one work item: a stretch of one segment for up to BLOCK_M / group_size queries; items
-             of one tile stand together, heaviest first, and each is run once for every KV head
+    ITEM     one work item: up to BLOCK_M / group_size queries over the KV they share, or several
+             requests' tails; items of one tile stand together, heaviest first, and each is run
+             once for every KV head
     MERGE    requests whose output is spread over several partial rows
 """
 
@@ -45,13 +46,14 @@ ENTRY_WORDS = 2
 DIRECT = -1  # the request's only part: written to the output itself
 
 # --- ITEM ---------------------------------------------------------------------------------------
-I_SEGMENT = 0  # first entry of the segment in kv_indices
-I_LEN = 1  # KV tokens of the segment, or GROWS: read seq_lens[I_TAIL] - T_START on the device
-I_TAIL = 2  # request whose tail this is, or -1
-I_SPLIT = 3  # this item is split j ...
-I_NUM_SPLITS = 4  # ... of n, see SPLIT_UNIT
-I_ENTRY = 5  # first entry
-I_NUM_QUERIES = 6
+# Items of a shared tile read one segment for I_NUM_QUERIES queries; items of a tails tile read the
+# tails of I_NUM_QUERIES requests, each from its own TAIL segment and as long as it is by then.
+I_SEGMENT = 0  # first entry of the segment in kv_indices (shared tiles)
+I_LEN = 1  # KV tokens of the segment, or GROWS (tails tiles)
+I_SPLIT = 2  # this item is split j ...
+I_NUM_SPLITS = 3  # ... of n, see SPLIT_UNIT
+I_ENTRY = 4  # first entry
+I_NUM_QUERIES = 5
 ITEM_WORDS = 8
 GROWS = -1
 # With u = ceil(len / SPLIT_UNIT), split j of n holds tokens [SPLIT_UNIT * (j * u // n),

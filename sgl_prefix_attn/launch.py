@@ -8,9 +8,10 @@ import torch
 import triton
 
 from sgl_prefix_attn.kernels import layout
-from sgl_prefix_attn.kernels.triton.forward import forward_kernel
 from sgl_prefix_attn.kernels.triton.merge import merge_kernel
 from sgl_prefix_attn.kernels.triton.segments import append_kernel, fill_segments_kernel
+from sgl_prefix_attn.kernels.triton.shared import shared_kernel
+from sgl_prefix_attn.kernels.triton.tails import tails_kernel
 from sgl_prefix_attn.plan.tiles import TileConfig, TileSet
 from sgl_prefix_attn.records import HeadConfig
 
@@ -95,10 +96,9 @@ class ForwardLauncher:
     ):
         tile, heads = self.tile_set.tiles[i_tile], self.heads
         args = (
-            q, k_cache, v_cache, out, ws.partial_out, ws.partial_lse,
-            out if out_lse is None else out_lse, ws.words, ws.kv_indices, seq_lens,
-            ws.tickets[i_tile:], q.stride(0), k_cache.stride(0), v_cache.stride(0), out.stride(0),
-            sm_scale, soft_cap,
+            q, k_cache, v_cache, out, out if out_lse is None else out_lse, ws.partial_out,
+            ws.partial_lse, ws.words, ws.kv_indices, seq_lens, ws.tickets[i_tile:], 
+            q.stride(0), k_cache.stride(0), v_cache.stride(0), out.stride(0), sm_scale, soft_cap,
         )  # fmt: skip
         options = {
             "NUM_KV_HEADS": heads.num_kv_heads,
@@ -113,21 +113,25 @@ class ForwardLauncher:
             "num_warps": tile.num_warps,
             "num_stages": tile.num_stages,
         }
+        kernel = shared_kernel
+        if tile.requests:
+            kernel = tails_kernel
+            options["REQUESTS"] = tile.requests
         key = (tile, q.dtype, soft_cap > 0)
         if key not in self.grids:
-            self.grids[key] = self.num_sms * self._ctas_per_sm(args, options)
-        forward_kernel[(self.grids[key],)](*args, **options)
+            self.grids[key] = self.num_sms * self._ctas_per_sm(kernel, args, options)
+        kernel[(self.grids[key],)](*args, **options)
 
-    def _ctas_per_sm(self, args, options) -> int:
+    def _ctas_per_sm(self, kernel, args, options) -> int:
         """CTAs of the compiled kernel that fit an SM, from its registers and shared memory."""
         if args[0].device.type != "cuda":
             return 4  # the interpreter runs them one after another
-        kernel = forward_kernel.warmup(*args, grid=(1,), **options)
-        kernel._init_handles()
+        compiled = kernel.warmup(*args, grid=(1,), **options)
+        compiled._init_handles()
         device = torch.cuda.get_device_properties(args[0].device)
         threads = 32 * options["num_warps"]
-        by_registers = device.regs_per_multiprocessor // (max(kernel.n_regs, 1) * threads)
-        shared = kernel.metadata.shared + 1024  # the driver reserves 1 KiB a CTA
+        by_registers = device.regs_per_multiprocessor // (max(compiled.n_regs, 1) * threads)
+        shared = compiled.metadata.shared + 1024  # the driver reserves 1 KiB a CTA
         by_shared = device.shared_memory_per_multiprocessor // shared
         by_threads = device.max_threads_per_multi_processor // threads
         return max(1, min(by_registers, by_shared, by_threads))

@@ -66,13 +66,13 @@ def execute(
     partial_out = torch.full((num_partials, num_qo_heads, head_dim), math.nan)
     partial_lse = torch.full((num_partials, num_qo_heads), math.nan)
     for item in _items(words):
-        rows, slots, tokens = _decode(item, words, seq_lens)
-        index = kv_indices[tokens[0] : tokens[1]].long()
-        o, lse2 = _attend(q[rows], k_cache[index], v_cache[index], sm_scale, logits_soft_cap)
-        if slots[0] < 0:
-            out[rows], lse[rows] = o, lse2
-        else:
-            partial_out[slots], partial_lse[slots] = o, lse2
+        for rows, slots, entries in _decode(item, words, seq_lens):
+            index = kv_indices[entries].long()
+            o, lse2 = _attend(q[rows], k_cache[index], v_cache[index], sm_scale, logits_soft_cap)
+            if slots[0] < 0:
+                out[rows], lse[rows] = o, lse2
+            else:
+                partial_out[slots], partial_lse[slots] = o, lse2
     _merge(words, partial_out, partial_lse, out, lse)
     return out.to(q.dtype), Lse(lse, "2")
 
@@ -108,21 +108,27 @@ def _items(words: torch.Tensor):
 
 
 def _decode(item: list[int], words: torch.Tensor, seq_lens: torch.Tensor):
-    """Output rows, partial rows and [first, last) entries of kv_indices of one work item."""
+    """Output rows, partial rows and entries of kv_indices of each stretch of one work item."""
     first = words[L.H_ENTRIES].item() + item[L.I_ENTRY] * L.ENTRY_WORDS
     entries = words[first:][: item[L.I_NUM_QUERIES] * L.ENTRY_WORDS].view(-1, L.ENTRY_WORDS).long()
-    slots = entries[:, L.E_SLOT]
-    if slots[0] >= 0:
-        slots = slots + item[L.I_SPLIT]
-    length = item[L.I_LEN]
-    if length == L.GROWS:
-        tail = words[words[L.H_TAILS].item() + item[L.I_TAIL] * L.TAIL_WORDS + L.T_START].item()
-        length = seq_lens[item[L.I_TAIL]].item() - tail
+    rows, slots = entries[:, L.E_ROW], entries[:, L.E_SLOT]
+    slots = torch.where(slots < 0, slots, slots + item[L.I_SPLIT])
+    if item[L.I_LEN] != L.GROWS:
+        yield rows, slots, _stretch(item, item[L.I_SEGMENT], item[L.I_LEN])
+        return
+    for i, row in enumerate(rows.tolist()):
+        tail = words[words[L.H_TAILS].item() + row * L.TAIL_WORDS :][: L.TAIL_WORDS].tolist()
+        length = seq_lens[row].item() - tail[L.T_START]
+        yield rows[i : i + 1], slots[i : i + 1], _stretch(item, tail[L.T_DST], length)
+
+
+def _stretch(item: list[int], segment: int, length: int) -> slice:
+    """Entries of kv_indices that this item's split covers of a segment `length` tokens long."""
     units = -(-length // L.SPLIT_UNIT)
     split, splits = item[L.I_SPLIT], item[L.I_NUM_SPLITS]
     begin = L.SPLIT_UNIT * (split * units // splits)
     end = min(L.SPLIT_UNIT * ((split + 1) * units // splits), length)
-    return entries[:, L.E_ROW], slots, (item[L.I_SEGMENT] + begin, item[L.I_SEGMENT] + end)
+    return slice(segment + begin, segment + end)
 
 
 def _attend(q, k, v, sm_scale, logits_soft_cap, dtype=torch.float32):

@@ -8,24 +8,38 @@ from sgl_prefix_attn.plan.costs import CostModel
 from sgl_prefix_attn.plan.tiles import TileConfig, TileSet
 from sgl_prefix_attn.records import HeadConfig
 
-# Chosen on an H100 (docs/kernel-log.md).
-GPU_TILES = (
-    TileConfig(16, 64, num_warps=4, num_stages=3),
-    TileConfig(64, 64, num_warps=4, num_stages=3),
-    TileConfig(128, 64, num_warps=8, num_stages=3),
-)
-CPU_TILES = (TileConfig(16, 32), TileConfig(32, 32), TileConfig(64, 32))
 CTAS_PER_SM = 2
 CPU_CTAS = 8
 
 
-def default_tile_set(device: torch.device | str) -> TileSet:
-    """Tiles for a device; on a CPU a small set, so that splits and row tiles are exercised."""
+def default_tile_set(device: torch.device | str, heads: HeadConfig) -> TileSet:
+    """Tiles for a device and head configuration, as measured on an H100 (docs/kernel-log.md); on a
+    CPU a small set that exercises splits, row tiles and packed tails."""
     device = torch.device(device)
+    tail_m = max(16, _power_of_two_above(heads.group_size))
+    requests = _power_of_two_below(tail_m // heads.group_size)
     if device.type != "cuda":
-        return TileSet(CPU_TILES, num_ctas=CPU_CTAS)
+        return TileSet(
+            shared=tuple(TileConfig(max(m, tail_m), 32) for m in (16, 64)),
+            tail=TileConfig(tail_m, 32, requests=1),
+            packed_tail=TileConfig(tail_m, 32, requests=requests) if requests > 1 else None,
+            packed_len=32,
+            num_ctas=CPU_CTAS,
+        )
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return TileSet(GPU_TILES, num_ctas=CTAS_PER_SM * sms)
+    return TileSet(
+        shared=(
+            TileConfig(max(16, tail_m), 64, num_warps=4, num_stages=3),
+            TileConfig(max(64, tail_m), 64, num_warps=4, num_stages=5),
+        ),
+        tail=TileConfig(tail_m, 64, num_warps=2, num_stages=3, requests=1),
+        packed_tail=(
+            TileConfig(tail_m, 128, num_warps=4, num_stages=2, requests=requests)
+            if requests > 1
+            else None
+        ),
+        num_ctas=CTAS_PER_SM * sms,
+    )
 
 
 def default_costs(device: torch.device | str, heads: HeadConfig, kv_bytes: int = 2) -> CostModel:
@@ -33,3 +47,11 @@ def default_costs(device: torch.device | str, heads: HeadConfig, kv_bytes: int =
     device = torch.device(device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return CostModel.for_gpu(name, heads, kv_bytes)
+
+
+def _power_of_two_above(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _power_of_two_below(n: int) -> int:
+    return 1 << (n.bit_length() - 1)

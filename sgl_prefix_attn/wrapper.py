@@ -1,4 +1,4 @@
-"""The library API: prefix-aware decode attention in FlashInfer's plan/run manner, without SGLang."""
+"""The library API: prefix-aware decode attention in plan/run manner, without SGLang."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class PrefixDecodeWrapper:
         self.dtype = dtype
         self.sm_scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
         self.logits_soft_cap = float(logits_soft_cap)
-        self._tile_set = default_tile_set(self.device)
+        self._tile_set = default_tile_set(self.device, self.heads)
         self._planner = Planner(
             self.heads,
             tile_set=self._tile_set,

@@ -49,7 +49,7 @@ class CostModel:
     def for_gpu(cls, gpu_name: str, heads: HeadConfig, kv_bytes: int = 2) -> CostModel:
         """Constants of the first table row whose name occurs in gpu_name, else of 'other'."""
         row = next((v for k, v in GPU_CONSTANTS.items() if k in gpu_name), GPU_CONSTANTS["other"])
-        d, hkv, hq = heads.head_dim, heads.num_kv_heads, heads.num_qo_heads
+        d, hkv = heads.head_dim, heads.num_kv_heads
         return cls(
             kv_token=2 * hkv * d * kv_bytes / row["bandwidth"],
             mma_row=4 * hkv * d / row["mma"],

@@ -11,88 +11,157 @@ from sgl_prefix_attn.plan.costs import CostModel
 from sgl_prefix_attn.records import Packs
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class TileConfig:
-    """One compiled forward kernel: rows x KV tokens of a tile, and how the compiler builds it."""
+    """One compiled forward kernel: rows x KV tokens of a tile, and how the compiler builds it.
+
+    requests 0: the shared kernel, all rows over the same KV; otherwise the tails kernel with up to
+    that many requests side by side in a tile (a power of two).
+    """
 
     block_m: int
     block_n: int
     num_warps: int = 4
     num_stages: int = 3
+    requests: int = 0
 
 
 @dataclass(frozen=True)
 class TileSet:
     """The tiles a planner may pick from, and how it splits long KV.
 
-    tiles       in ascending block_m, then block_n; at most layout.MAX_TILES; one queue each
-    num_ctas    CTAs resident on the GPU, over which splits spread a long KV stretch
-    min_split   KV tokens below which splitting does not pay
-    imbalance   longest item, in shares of the ideal time of one CTA, that is left unsplit
+    shared       for KV that several queries share, in ascending block_m, then block_n
+    tail         for one request's tail
+    packed_tail  for several short tails at once, or None
+    packed_len   longest tail, in KV tokens, that is packed with others
+    num_ctas     CTAs resident on the GPU, over which splits spread a long KV stretch
+    min_split    KV tokens below which splitting does not pay
+    imbalance    longest item, in shares of the ideal time of one CTA, that is left unsplit
+
+    The queues of a plan are numbered as `tiles`.
     """
 
-    tiles: tuple[TileConfig, ...]
+    shared: tuple[TileConfig, ...]
+    tail: TileConfig
     num_ctas: int
+    packed_tail: TileConfig | None = None
+    packed_len: int = 128
     min_split: int = 128
     imbalance: float = 1.0
 
     def __post_init__(self):
-        if not 0 < len(self.tiles) <= layout.MAX_TILES:
-            raise ValueError(f"tiles must hold 1 to {layout.MAX_TILES} tiles")
-        if list(self.tiles) != sorted(self.tiles):
-            raise ValueError("tiles must be in ascending order of block_m, then block_n")
-        if self.num_ctas < 1 or self.min_split < 1 or self.imbalance <= 0:
-            raise ValueError("num_ctas, min_split and imbalance must be positive")
+        if not self.shared or len(self.tiles) > layout.MAX_TILES:
+            raise ValueError(f"shared must hold 1 to {layout.MAX_TILES - 2} tiles")
+        sizes = [(t.block_m, t.block_n) for t in self.shared]
+        if sizes != sorted(sizes) or any(t.requests for t in self.shared):
+            raise ValueError("shared must hold shared tiles in ascending block_m, then block_n")
+        if self.tail.requests != 1:
+            raise ValueError("tail must be a tails tile for one request")
+        if self.packed_tail is not None and self.packed_tail.requests < 2:
+            raise ValueError("packed_tail must be a tails tile for at least two requests")
+        if min(self.num_ctas, self.min_split, self.packed_len) < 1 or self.imbalance <= 0:
+            raise ValueError("num_ctas, min_split, packed_len and imbalance must be positive")
+
+    @property
+    def tiles(self) -> tuple[TileConfig, ...]:
+        packed = (self.packed_tail,) if self.packed_tail else ()
+        return (self.tail, *packed, *self.shared)
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Per pack: tile index, row tiles (each with `queries_per_tile` queries) and KV splits."""
+    """Jobs: one pack, or several short tails, that run as one tile.
 
+    pack_order        int32 [P]    packs, those of a job together
+    job_offset        int32 [J+1]  CSR offsets into pack_order
+    tile              int32 [J]    index into TileSet.tiles
+    row_tiles         int32 [J]    tiles that the job's queries are spread over ...
+    queries_per_tile  int32 [J]    ... and how many go into each
+    splits            int32 [J]    KV splits
+    item_time         float [J]    predicted time of one work item, for the order in the queue
+    """
+
+    pack_order: np.ndarray
+    job_offset: np.ndarray
     tile: np.ndarray
     row_tiles: np.ndarray
     queries_per_tile: np.ndarray
     splits: np.ndarray
-    item_time: np.ndarray  # predicted time of one work item, for the order in the queue
+    item_time: np.ndarray
 
 
 def tile_packs(packs: Packs, tile_set: TileSet, costs: CostModel) -> Tiling:
     """Pick a tile for every pack and split long KV towards equal work.
 
-    Tile rows round up: the smallest block_m that holds the pack's queries * group_size rows, and
-    the largest one, several times, for more. Among tiles of that block_m, the largest block_n not
-    above the KV length. A pack is split when one of its items would take longer than `imbalance`
-    times the whole step's work divided over all CTAs (an occupancy-aware form of PAT's mean rule).
+    Shared packs round up: the smallest block_m that holds the pack's queries * group_size rows, and
+    the largest one, several times, for more; of that block_m's tiles, the largest block_n not above
+    the KV length. Short tails of like length share a tile. A job is split when one of its items
+    would take longer than `imbalance` times the step's work divided over all CTAs (an
+    occupancy-aware form of PAT's mean rule).
     Raises ValueError when the group is larger than the largest tile.
     """
-    group = costs.group_size
-    block_m = np.array([t.block_m for t in tile_set.tiles])
-    block_n = np.array([t.block_n for t in tile_set.tiles])
-    most_queries = block_m[-1] // group
-    if most_queries == 0:
-        raise ValueError(
-            f"tiles: the largest block_m is {block_m[-1]}, below the group size {group}"
-        )
     queries = np.diff(packs.query_offset)
     kv_len = packs.kv_end - packs.kv_start
-    row_tiles = -(-queries // most_queries)
+    shared = np.flatnonzero(packs.tail < 0)
+    tails = np.flatnonzero(packs.tail >= 0)
+    packed = tile_set.packed_tail
+    short = np.empty(0, tails.dtype)
+    if packed:
+        is_short = kv_len[tails] <= tile_set.packed_len
+        tails, short = tails[~is_short], tails[is_short]
+        short = short[np.argsort(-kv_len[short], kind="stable")]
+    order = np.concatenate([shared, tails, short])
+    singles = shared.size + tails.size
+    step = packed.requests if packed else 1
+    offset = np.concatenate(
+        [np.arange(singles), np.arange(singles, order.size, step), [order.size]]
+    )
+    job_len = np.maximum.reduceat(kv_len[order], offset[:-1])
+    shortest = np.minimum.reduceat(kv_len[order], offset[:-1])
+    job_tokens = np.add.reduceat(kv_len[order], offset[:-1])
+    job_queries = np.add.reduceat(queries[order], offset[:-1])
+
+    first_shared = 1 + (packed is not None)
+    tile = np.full(job_len.size, 1, np.int64)  # packed tails, unless overwritten
+    tile[shared.size : singles] = 0
+    row_tiles = np.ones(job_len.size, np.int64)
+    per_tile = job_queries.copy()
+    if shared.size:
+        chosen = _select_shared(
+            job_queries[: shared.size], job_len[: shared.size], tile_set.shared, costs.group_size
+        )
+        tile[: shared.size] = chosen[0] + first_shared
+        row_tiles[: shared.size], per_tile[: shared.size] = chosen[1:]
+
+    block_m = np.array([t.block_m for t in tile_set.tiles])
+    per_token = np.maximum(costs.kv_token, block_m[tile] * costs.mma_row)  # whole GPU, all heads
+    one_item = job_tokens * per_token / costs.num_kv_heads
+    work = one_item * costs.num_kv_heads * row_tiles + costs.item
+    share = work.sum() / tile_set.num_ctas * tile_set.imbalance
+    splits = np.ceil(one_item / share).astype(np.int64)
+    splits = np.minimum(splits, -(-job_len // tile_set.min_split))
+    splits = np.clip(splits, 1, -(-shortest // layout.SPLIT_UNIT))
+    columns = (order, offset, tile, row_tiles, per_tile, splits)
+    return Tiling(*(c.astype(np.int32) for c in columns), one_item / splits)
+
+
+def _select_shared(queries, kv_len, tiles: tuple[TileConfig, ...], group: int):
+    """(index into tiles, row tiles, queries per tile) of each shared pack."""
+    block_m = np.array([t.block_m for t in tiles])
+    block_n = np.array([t.block_n for t in tiles])
+    most = block_m[-1] // group
+    if most == 0:
+        raise ValueError(
+            f"shared: the largest block_m is {block_m[-1]}, below the group size {group}"
+        )
+    row_tiles = -(-queries // most)
     per_tile = -(-queries // row_tiles)
     row_tiles = -(-queries // per_tile)
-    first = np.searchsorted(block_m, per_tile * group)  # first tile with enough rows
-    sizes = np.searchsorted(block_m, block_m[first], side="right") - first
-    tile = first.copy()
-    for step in range(1, int(sizes.max(initial=1))):
-        larger = (step < sizes) & (block_n[np.minimum(first + step, block_n.size - 1)] <= kv_len)
-        tile = np.where(larger, first + step, tile)
-
-    per_token = np.maximum(costs.kv_token, block_m[tile] * costs.mma_row)  # whole GPU, all heads
-    work = kv_len * per_token * row_tiles + costs.item
-    share = work.sum() / tile_set.num_ctas * tile_set.imbalance
-    one_item = kv_len * per_token / costs.num_kv_heads
-    splits = np.ceil(one_item / share).astype(np.int64)
-    splits = np.minimum(splits, -(-kv_len // tile_set.min_split))
-    splits = np.clip(splits, 1, -(-kv_len // layout.SPLIT_UNIT))
-    return Tiling(
-        tile.astype(np.int32), row_tiles.astype(np.int32), per_tile.astype(np.int32),
-        splits.astype(np.int32), one_item / splits,
-    )  # fmt: skip
+    first = np.searchsorted(block_m, per_tile * group)  # the smallest block_m with enough rows
+    same_m = np.searchsorted(block_m, block_m[first], side="right") - first
+    tile = first
+    for step in range(1, int(same_m.max(initial=1))):
+        candidate = np.minimum(first + step, block_n.size - 1)
+        larger = (step < same_m) & (block_n[candidate] <= kv_len)
+        tile = np.where(larger, candidate, tile)
+    return tile, row_tiles, per_tile

@@ -26,8 +26,9 @@ def serialize(
     batch = forest.tail_parent.size
     words, index_slots, num_partials, num_items = _serialize(
         packs.kv_start, packs.kv_end, packs.tail, packs.query_offset, packs.queries, batch,
-        tiling.tile, tiling.row_tiles, tiling.queries_per_tile, tiling.splits,
-        np.argsort(-tiling.item_time, kind="stable"), headroom,
+        tiling.pack_order, tiling.job_offset, tiling.tile, tiling.row_tiles,
+        tiling.queries_per_tile, tiling.splits, np.argsort(-tiling.item_time, kind="stable"),
+        headroom,
     )  # fmt: skip
     kv_len = packs.kv_end - packs.kv_start
     shared = int((forest.end - forest.start).sum())
@@ -57,17 +58,21 @@ def serialize(
 @njit(cache=True)
 def _serialize(
     kv_start, kv_end, tail, query_offset, queries, batch,
-    tile, row_tiles, queries_per_tile, splits, order, headroom,
+    pack_order, job_offset, tile, row_tiles, queries_per_tile, splits, job_order, headroom,
 ):  # fmt: skip
-    num_packs = kv_start.size
+    num_packs, num_jobs = kv_start.size, tile.size
+    pack_splits = np.empty(num_packs, np.int32)
     parts = np.zeros(batch, np.int32)
     tile_items = np.zeros(L.MAX_TILES, np.int32)
     num_items = 0
-    for pack in range(num_packs):
-        tile_items[tile[pack]] += row_tiles[pack] * splits[pack]
-        num_items += row_tiles[pack] * splits[pack]
-        for e in range(query_offset[pack], query_offset[pack + 1]):
-            parts[queries[e]] += splits[pack]
+    for job in range(num_jobs):
+        tile_items[tile[job]] += row_tiles[job] * splits[job]
+        num_items += row_tiles[job] * splits[job]
+        for i in range(job_offset[job], job_offset[job + 1]):
+            pack = pack_order[i]
+            pack_splits[pack] = splits[job]
+            for e in range(query_offset[pack], query_offset[pack + 1]):
+                parts[queries[e]] += splits[job]
     num_merges = 0
     for row in range(batch):
         if parts[row] > 1:
@@ -104,11 +109,10 @@ def _serialize(
     segment_dst = np.empty(num_packs, np.int32)
     dst = 0
     for pack in range(num_packs):
-        row = queries[query_offset[pack]]
         length = kv_end[pack] - kv_start[pack]
         w = segments + pack * L.SEGMENT_WORDS
         words[w + L.S_DST] = dst
-        words[w + L.S_ROW] = row
+        words[w + L.S_ROW] = queries[query_offset[pack]]
         words[w + L.S_START] = kv_start[pack]
         words[w + L.S_LEN] = length
         segment_dst[pack] = dst
@@ -119,15 +123,25 @@ def _serialize(
             words[w + L.T_START] = kv_start[pack]
             dst += headroom
         dst = -(-dst // SEGMENT_ALIGN) * SEGMENT_ALIGN
-        for e in range(query_offset[pack], query_offset[pack + 1]):
-            w = entries + e * L.ENTRY_WORDS
-            row = queries[e]
-            words[w + L.E_ROW] = row
-            if parts[row] > 1:
-                words[w + L.E_SLOT] = slot[row]
-                slot[row] += splits[pack]
-            else:
-                words[w + L.E_SLOT] = L.DIRECT
+
+    # entries: the queries of a job stand together
+    first_entry = np.empty(num_jobs, np.int32)
+    num_queries = np.zeros(num_jobs, np.int32)
+    w = entries
+    for job in range(num_jobs):
+        first_entry[job] = (w - entries) // L.ENTRY_WORDS
+        for i in range(job_offset[job], job_offset[job + 1]):
+            pack = pack_order[i]
+            num_queries[job] += query_offset[pack + 1] - query_offset[pack]
+            for e in range(query_offset[pack], query_offset[pack + 1]):
+                row = queries[e]
+                words[w + L.E_ROW] = row
+                if parts[row] > 1:
+                    words[w + L.E_SLOT] = slot[row]
+                    slot[row] += pack_splits[pack]
+                else:
+                    words[w + L.E_SLOT] = L.DIRECT
+                w += L.ENTRY_WORDS
 
     write = np.empty(L.MAX_TILES, np.int32)
     w = items
@@ -136,21 +150,19 @@ def _serialize(
         words[L.H_QUEUES + 2 * t + 1] = tile_items[t]
         write[t] = w
         w += tile_items[t] * L.ITEM_WORDS
-    for i in range(num_packs):
-        pack = order[i]
-        t = tile[pack]
-        length = L.GROWS if tail[pack] >= 0 else kv_end[pack] - kv_start[pack]
-        num_queries = query_offset[pack + 1] - query_offset[pack]
-        for split in range(splits[pack]):
-            for row_tile in range(row_tiles[pack]):
-                first = row_tile * queries_per_tile[pack]
+    for job in job_order:
+        pack = pack_order[job_offset[job]]
+        t = tile[job]
+        grows = tail[pack] >= 0
+        for split in range(splits[job]):
+            for row_tile in range(row_tiles[job]):
+                first = row_tile * queries_per_tile[job]
                 w = write[t]
-                words[w + L.I_SEGMENT] = segment_dst[pack]
-                words[w + L.I_LEN] = length
-                words[w + L.I_TAIL] = tail[pack]
+                words[w + L.I_SEGMENT] = 0 if grows else segment_dst[pack]
+                words[w + L.I_LEN] = L.GROWS if grows else kv_end[pack] - kv_start[pack]
                 words[w + L.I_SPLIT] = split
-                words[w + L.I_NUM_SPLITS] = splits[pack]
-                words[w + L.I_ENTRY] = query_offset[pack] + first
-                words[w + L.I_NUM_QUERIES] = min(queries_per_tile[pack], num_queries - first)
+                words[w + L.I_NUM_SPLITS] = splits[job]
+                words[w + L.I_ENTRY] = first_entry[job] + first
+                words[w + L.I_NUM_QUERIES] = min(queries_per_tile[job], num_queries[job] - first)
                 write[t] = w + L.ITEM_WORDS
     return words, dst, num_partials, num_items
