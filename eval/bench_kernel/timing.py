@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-_REPLAYS = 20
+_REPLAYS = {"cuda": 20, "cpu": 3}
 _PLANS = 21
 
 
@@ -22,10 +22,10 @@ class LayerTimer:
     ):
         self._run = run
         self._layers = layers
-        self._cuda = device.type == "cuda"
+        self._device_type = device.type
         self.outs: list[torch.Tensor] = []
         self._graph = None
-        if self._cuda and capture:
+        if device.type == "cuda" and capture:
             self._graph = self._capture()
 
     @property
@@ -42,7 +42,8 @@ class LayerTimer:
         """Median microseconds a layer."""
         for _ in range(2):
             self.replay()
-        return _median(self._replay_us() for _ in range(_REPLAYS)) / self._layers
+        repeats = _REPLAYS[self._device_type]
+        return _median(self._replay_us() for _ in range(repeats)) / self._layers
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         side = torch.cuda.Stream()
@@ -58,7 +59,7 @@ class LayerTimer:
         return graph
 
     def _replay_us(self) -> float:
-        if not self._cuda:
+        if self._device_type == "cpu":
             start = time.perf_counter()
             self.replay()
             return (time.perf_counter() - start) * 1e6
