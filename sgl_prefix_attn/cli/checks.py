@@ -61,7 +61,7 @@ def check_sglang_version(facts: Facts) -> Check:
         return Check(name, FAIL, f"the plugin does not import: {facts.plugin_error}", fix)
     if installed is None:
         return Check(name, FAIL, f"no SGLang; supported: {supported}", "pip install sglang")
-    if installed not in facts.supported_sglang:
+    if installed.split("+")[0] not in facts.supported_sglang:  # a local tag is the same code
         wanted = facts.supported_sglang[-1]
         detail = f"{installed} is not supported; supported: {supported}"
         return Check(name, FAIL, detail, f"pip install sglang=={wanted}")
@@ -89,6 +89,9 @@ def check_shadowing(facts: Facts) -> Check:
     if folder.is_dir() and folder.resolve() != facts.package_dir:
         detail = f"{folder} hides the installed package: SGLang would miss the plugin silently"
         return Check("not shadowed", FAIL, detail, "start SGLang from another directory")
+    if facts.hub_kernels and (facts.cwd / "kernels").is_dir():
+        detail = f"{facts.cwd / 'kernels'} hides the package `kernels` SGLang takes FA3 from"
+        return Check("not shadowed", WARN, detail, "start SGLang from another directory")
     return Check("not shadowed", OK, f"imported from {facts.package_dir}")
 
 

@@ -35,7 +35,10 @@ class Hook:
 
 @dataclass(frozen=True)
 class Facts:
-    """`versions` holds None for what is not installed; `arch` is the first GPU's (major, minor)."""
+    """`versions` holds None for what is not installed; `arch` is the first GPU's (major, minor).
+
+    `hub_kernels`: Hugging Face's package `kernels` is installed (SGLang's CUDA set needs it).
+    """
 
     python: tuple[int, int]
     cwd: Path
@@ -50,6 +53,7 @@ class Facts:
     gpu: str = ""
     arch: tuple[int, int] | None = None
     compiler: str = ""
+    hub_kernels: bool = False
 
 
 def gather() -> Facts:
@@ -70,6 +74,7 @@ def gather() -> Facts:
         gpu=gpu,
         arch=arch,
         compiler=_compiler(),
+        hub_kernels=_version("kernels") is not None,
     )
 
 

@@ -1,0 +1,140 @@
+"""doctor: each failure produced and named, with what to do; the command itself on this machine."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sgl_prefix_attn.cli import doctor, facts, main
+from sgl_prefix_attn.cli.checks import FAIL, OK, WARN, run_checks
+from sgl_prefix_attn.cli.facts import EntryPoint, Facts, Hook
+
+OURS = EntryPoint("prefix_attn", "sgl_prefix_attn.plugin:register", "sgl-prefix-attn")
+CPU = {"SGL_PREFIX_ATTN_CPU_PLATFORM": "1"}
+GOOD = Facts(
+    python=(3, 11),
+    cwd=Path("/nowhere"),
+    package_dir=Path("/site-packages/sgl_prefix_attn"),
+    env={},
+    versions={name: "1.0" for name in facts.PACKAGES} | {"sglang": "0.5.17"},
+    supported_sglang=("0.5.17",),
+    plugins=(OURS,),
+    hooks=(Hook("batch_requests", "sglang.a.b", "why", ""),),
+    gpu="NVIDIA H100",
+    arch=(9, 0),
+    compiler="/usr/bin/cc",
+)
+ON_CPU = replace(GOOD, gpu="", arch=None, env=CPU)
+
+
+def without(name: str) -> dict:
+    return GOOD.versions | {name: None}
+
+
+FAULTS = {
+    "old python": (replace(GOOD, python=(3, 9)), "python"),
+    "no torch": (replace(GOOD, versions=without("torch")), "torch"),
+    "no sglang": (replace(GOOD, versions=without("sglang")), "sglang version"),
+    "no flashinfer on a GPU": (
+        replace(GOOD, versions=without("flashinfer-python")),
+        "flashinfer-python",
+    ),
+    "other sglang": (replace(GOOD, versions=GOOD.versions | {"sglang": "0.5.9"}), "sglang version"),
+    "plugin broken": (replace(GOOD, plugin_error="ImportError: x"), "sglang version"),
+    "not installed": (replace(GOOD, plugins=()), "plugin entry point"),
+    "installed twice": (replace(GOOD, plugins=(OURS, OURS)), "plugin entry point"),
+    "name taken": (
+        replace(GOOD, plugins=(replace(OURS, value="other:f", dist="other"),)),
+        "plugin entry point",
+    ),
+    "excluded": (replace(GOOD, env={"SGLANG_PLUGINS": "a, b"}), "plugin filters"),
+    "platform excluded": (
+        replace(ON_CPU, env=CPU | {"SGLANG_PLUGINS": "prefix_attn"}),
+        "plugin filters",
+    ),
+    "other platform": (replace(GOOD, env={"SGLANG_PLATFORM": "vendor"}), "plugin filters"),
+    "bad value": (replace(GOOD, env={"SGL_PREFIX_ATTN_STRATEGY": "best"}), "settings"),
+    "unknown variable": (replace(GOOD, env={"SGL_PREFIX_ATTN_SPEED": "1"}), "settings"),
+    "hook target gone": (
+        replace(GOOD, hooks=(Hook("batch_requests", "sglang.a.b", "why", "no attribute b"),)),
+        "hook batch_requests",
+    ),
+    "no hooks": (replace(GOOD, hooks=()), "hooks"),
+    "CPU hook target gone": (
+        replace(ON_CPU, hooks=(Hook("cpu_index_helpers", "sglang.c", "why", "no attribute"),)),
+        "hook cpu_index_helpers",
+    ),
+    "no device": (replace(ON_CPU, env={}), "device"),
+    "CPU engine of SGLang": (replace(ON_CPU, env=CPU | {"SGLANG_USE_CPU_ENGINE": "1"}), "device"),
+    "old GPU": (replace(GOOD, arch=(7, 5)), "device"),
+    "no compiler on a GPU": (replace(GOOD, compiler=""), "C compiler"),
+}
+
+
+@pytest.mark.parametrize("case", [GOOD, ON_CPU], ids=["gpu", "cpu"])
+def test_a_good_installation_works(case):
+    assert {check.status for check in run_checks(case)} == {OK}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_fault_fails_its_check_and_says_what_to_do(name):
+    case, check_name = FAULTS[name]
+    failed = [check for check in run_checks(case) if check.status == FAIL]
+    assert check_name in {check.name for check in failed}
+    assert all(check.fix for check in failed)
+    assert not doctor.works(run_checks(case))
+
+
+def test_a_local_build_of_sglang_is_the_same_version():
+    case = replace(GOOD, versions=GOOD.versions | {"sglang": "0.5.17+cu130"})
+    assert doctor.works(run_checks(case))
+
+
+def test_a_folder_of_the_same_name_shadows_the_install(tmp_path):
+    (tmp_path / "sgl_prefix_attn").mkdir()
+    failed = [c.name for c in run_checks(replace(GOOD, cwd=tmp_path)) if c.status == FAIL]
+    assert failed == ["not shadowed"]
+    at_home = replace(GOOD, cwd=tmp_path, package_dir=tmp_path / "sgl_prefix_attn")
+    assert doctor.works(run_checks(at_home))
+
+
+def test_the_checkouts_kernels_folder_hides_the_hub_package(tmp_path):
+    (tmp_path / "kernels").mkdir()
+    checks = run_checks(replace(GOOD, cwd=tmp_path, hub_kernels=True))
+    assert [c.name for c in checks if c.status == WARN] == ["not shadowed"]
+
+
+def test_what_the_cpu_can_do_without():
+    case = replace(ON_CPU, versions=without("flashinfer-python"), compiler="")
+    assert doctor.works(run_checks(case))
+    hooks = (*GOOD.hooks, Hook("cpu_index_helpers", "sglang.c", "why", "no attribute c"))
+    assert doctor.works(run_checks(replace(GOOD, hooks=hooks))), "not needed on a GPU"
+
+
+def test_a_target_that_is_gone_is_seen(monkeypatch):
+    patches = pytest.importorskip("sgl_prefix_attn.patches.cpu_index_helpers")
+    monkeypatch.setattr(patches, "TARGET", ("sglang.srt.utils.common.no_such_function",))
+    (hook,) = [hook for hook in facts._hooks() if hook.module == "cpu_index_helpers"]
+    assert "no_such_function" in hook.error
+
+
+@pytest.mark.parametrize("opted_in", ["0", "1"])
+def test_the_command_on_this_machine(opted_in, monkeypatch, capsys):
+    monkeypatch.setattr(facts, "_gpu", lambda: ("", None))
+    monkeypatch.setenv("SGL_PREFIX_ATTN_CPU_PLATFORM", opted_in)
+    monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
+    status = main.main(["doctor", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert status == (0 if opted_in == "1" else 1)
+    assert report["ok"] is (status == 0)
+    failed = [check["name"] for check in report["checks"] if check["status"] == FAIL]
+    assert failed == ([] if opted_in == "1" else ["device"])
+
+
+def test_the_table_names_what_fails_and_the_fix(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "gather", lambda: replace(GOOD, plugins=()))
+    assert main.main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "plugin entry point" in text and "pip install sgl-prefix-attn" in text
+    assert "cannot work here" in text
