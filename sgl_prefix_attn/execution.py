@@ -16,7 +16,7 @@ def build(runner, heads: HeadConfig, settings: Settings) -> tuple[Planner, PlanE
 
     Raises ValueError when one KV head has more query heads than the largest tile has rows.
     """
-    tile_set = default_tile_set(runner.device)
+    tile_set = default_tile_set(runner.device, heads)
     planner = Planner(
         heads,
         tile_set=tile_set,

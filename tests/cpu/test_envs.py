@@ -1,0 +1,67 @@
+"""Environment variables: one table, bad values stop the start with a message that helps."""
+
+from pathlib import Path
+
+import pytest
+
+from sgl_prefix_attn.envs import VARIABLES, Settings, markdown_table
+from sgl_prefix_attn.plan import STRATEGIES
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+def test_defaults():
+    assert Settings.from_env({}) == Settings()
+
+
+def test_empty_values_are_defaults():
+    assert Settings.from_env({variable.name: "" for variable in VARIABLES}) == Settings()
+
+
+def test_values_are_parsed():
+    settings = Settings.from_env(
+        {
+            "SGL_PREFIX_ATTN_STRATEGY": "pat",
+            "SGL_PREFIX_ATTN_POLICY": "stock",
+            "SGL_PREFIX_ATTN_HEADROOM": "128",
+            "SGL_PREFIX_ATTN_CHECK": "1",
+            "SGL_PREFIX_ATTN_CHECK_EVERY": " 4 ",
+            "SGL_PREFIX_ATTN_CPU_PLATFORM": "1",
+            "PATH": "/bin",
+        }
+    )
+    assert settings == Settings("pat", "stock", 128, True, 4, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("STRATEGY", "fast", "query | naive | compute | pat | calibrated"),
+        ("POLICY", "Prefix", "auto | prefix | stock"),
+        ("HEADROOM", "0", "integer >= 1"),
+        ("HEADROOM", "many", "integer >= 1"),
+        ("CHECK", "yes", "0 | 1"),
+        ("CHECK_EVERY", "-1", "integer >= 1"),
+        ("CPU_PLATFORM", "true", "0 | 1"),
+    ],
+)
+def test_a_bad_value_names_variable_value_and_what_is_allowed(name, value, allowed):
+    with pytest.raises(ValueError) as error:
+        Settings.from_env({f"SGL_PREFIX_ATTN_{name}": value})
+    assert str(error.value) == f"SGL_PREFIX_ATTN_{name}={value!r}: allowed is {allowed}"
+
+
+def test_an_unknown_variable_is_an_error():
+    with pytest.raises(ValueError, match="unknown environment variable SGL_PREFIX_ATTN_STRATEGI"):
+        Settings.from_env({"SGL_PREFIX_ATTN_STRATEGI": "pat"})
+
+
+def test_the_table_has_every_field_and_strategy():
+    assert [
+        variable.field for variable in VARIABLES if not hasattr(Settings(), variable.field)
+    ] == []
+    assert tuple(VARIABLES[0].kind[1].split(" | ")) == STRATEGIES
+
+
+def test_readme_has_the_table():
+    assert markdown_table() in README.read_text(), "README.md: paste envs.markdown_table()"

@@ -1,0 +1,146 @@
+"""Plan lifetime: every condition on its own. Each test changes one thing and nothing else."""
+
+import gc
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from sgl_prefix_attn.lifetime import CAUSES, PlanLifetime
+from tests.cpu.fake_sglang import Node, World
+
+
+@pytest.fixture
+def world():
+    world = World()
+    for i in range(4):
+        world.add([0, 1, 2, i])
+    return world
+
+
+@pytest.fixture
+def planned(world):
+    """A lifetime with a plan for `world`, whose planned step has run."""
+    lifetime = PlanLifetime()
+    assert lifetime.stale(world.reqs, world.seq_lens()) == "first"
+    lifetime.planned(world.reqs, world.seq_lens(), appends_left=8)
+    lifetime.stepped()
+    return lifetime
+
+
+def test_steady_steps_stay_valid_until_the_headroom_is_full(world, planned):
+    for step in range(8):
+        assert planned.stale(world.reqs, world.seq_lens(2 + step)) is None
+        planned.stepped()
+    assert planned.stale(world.reqs, world.seq_lens(10)) == "headroom"
+
+
+def test_condition_a_other_requests(world, planned):
+    joined = World()
+    newcomer = joined.add([0, 1])
+    lens = world.seq_lens(2)
+    assert planned.stale([*world.reqs, newcomer], np.append(lens, 3)) == "composition"
+    assert planned.stale(world.reqs[:3], lens[:3]) == "composition"
+    assert planned.stale([newcomer, *world.reqs[1:]], lens) == "composition"
+
+
+def test_condition_a_same_requests_in_another_order(world, planned):
+    assert planned.stale(world.reqs[::-1], world.seq_lens(2)) == "composition"
+
+
+def test_condition_a_survives_a_list_changed_in_place(world, planned):
+    world.reqs[0], world.reqs[1] = world.reqs[1], world.reqs[0]
+    assert planned.stale(world.reqs, world.seq_lens(2)) == "composition"
+
+
+def test_condition_a_needs_references_not_addresses(world):
+    lifetime = PlanLifetime()
+    reqs = world.reqs
+    lifetime.planned(reqs, world.seq_lens(), appends_left=8)
+    lifetime.stepped()
+    lens, paths = world.seq_lens(2), [(r.last_node, r.cache_protected_len, r.kv) for r in reqs]
+    ids = {id(r) for r in reqs}
+    world.reqs = reqs = None
+    gc.collect()
+    fresh = [SimpleNamespace(last_node=n, cache_protected_len=p, kv=kv) for n, p, kv in paths]
+    assert not ids & {id(r) for r in fresh}, "a kept reference keeps the address taken"
+    assert lifetime.stale(fresh, lens) == "composition"
+
+
+def test_condition_b_duplicate_mapped_to_the_first_ones_slots(world, planned):
+    # cache_unfinished_req found the request's tokens in the tree: other node, same lengths.
+    twin = Node(world.reqs[2].last_node.parent, [2], [99])
+    world.reqs[2].last_node = twin
+    assert planned.stale(world.reqs, world.seq_lens(2)) == "mapping"
+
+
+def test_condition_b_protected_length(world, planned):
+    lens = world.seq_lens(2)
+    world.reqs[1].cache_protected_len += 1
+    assert planned.stale(world.reqs, lens) == "mapping"
+
+
+def test_condition_b_new_allocation_without_a_tree(world):
+    # Radix cache off and every request retracted at once (pause_generation): same objects, same
+    # lengths, no nodes, but other slots. SGLang's ReqKvInfo compares by value, so identity counts.
+    for req in world.reqs:
+        req.last_node, req.cache_protected_len = None, 0
+        req.kv = SimpleNamespace(kv_allocated_len=7)
+    lifetime = PlanLifetime()
+    lens = np.full(4, 5)
+    lifetime.planned(world.reqs, lens, appends_left=8)
+    lifetime.stepped()
+    assert lifetime.stale(world.reqs, lens + 1) is None
+    for req in world.reqs:
+        req.kv = SimpleNamespace(kv_allocated_len=7)
+    assert lifetime.stale(world.reqs, lens + 1) == "mapping"
+
+
+def test_condition_c_mixed_chunk_moves_every_length(world, planned):
+    assert planned.stale(world.reqs, world.seq_lens(2 + 3)) == "lengths"
+
+
+def test_condition_c_five_stock_steps_then_a_prefix_step(world, planned):
+    # Stock steps do not call stepped(): their tokens were never appended to the plan's segments.
+    assert planned.stale(world.reqs, world.seq_lens(2 + 5)) == "lengths"
+
+
+def test_condition_c_one_request_alone(world, planned):
+    lens = world.seq_lens(2)
+    lens[3] += 1
+    assert planned.stale(world.reqs, lens) == "lengths"
+
+
+def test_condition_c_does_not_alias_sglangs_lengths(world):
+    lifetime = PlanLifetime()
+    lens = world.seq_lens()
+    lifetime.planned(world.reqs, lens, appends_left=8)
+    lifetime.stepped()
+    lens += 4  # SGLang reuses the buffer
+    assert lifetime.stale(world.reqs, world.seq_lens(2)) is None
+
+
+def test_condition_d_capture(world, planned):
+    planned.invalidate("capture")
+    assert planned.stale(world.reqs, world.seq_lens(2)) == "capture"
+    planned.planned(world.reqs, world.seq_lens(2), appends_left=8)
+    planned.stepped()
+    assert planned.stale(world.reqs, world.seq_lens(3)) is None
+
+
+def test_the_first_cause_of_invalidity_is_kept(world, planned):
+    planned.invalidate("composition")
+    planned.invalidate("capture")
+    assert planned.stale(world.reqs, world.seq_lens(2)) == "composition"
+
+
+def test_a_plan_without_headroom_serves_one_step(world):
+    lifetime = PlanLifetime()
+    lifetime.planned(world.reqs, world.seq_lens(), appends_left=0)
+    assert lifetime.stale(world.reqs, world.seq_lens()) is None
+    lifetime.stepped()
+    assert lifetime.stale(world.reqs, world.seq_lens(2)) == "headroom"
+
+
+def test_causes_are_named():
+    assert set(CAUSES) == {"first", "capture", "composition", "mapping", "lengths", "headroom"}

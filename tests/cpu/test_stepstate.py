@@ -1,0 +1,198 @@
+"""Step preparation: counts, causes, faults that become stock steps, check mode."""
+
+import logging
+from collections import Counter
+
+import pytest
+
+from sgl_prefix_attn import stepstate
+from sgl_prefix_attn.envs import Settings
+from sgl_prefix_attn.executor import Capacity
+from sgl_prefix_attn.metrics import PrometheusExporter, StepCounters
+from sgl_prefix_attn.plan import Planner
+from sgl_prefix_attn.records import Decision, HeadConfig
+from sgl_prefix_attn.stepstate import StepPreparer
+from sgl_prefix_attn.tree import TreeInvariantError
+from sgl_prefix_attn.tuning import default_costs, default_tile_set
+from tests.cpu.fake_sglang import HiRadixCache, World
+
+HEADS = HeadConfig(8, 2, 32)
+DEFAULTS = Settings()
+DEFAULT, ERROR = Decision("prefix", "default"), Decision("stock", "planner_error")
+
+
+def planner(headroom=64):
+    return Planner(
+        HEADS,
+        strategy="naive",  # every shared node is read once, whatever it costs
+        tile_set=default_tile_set("cpu", HEADS),
+        costs=default_costs("cpu", HEADS),
+        headroom=headroom,
+    )
+
+
+def preparer(settings=DEFAULTS, plan_with=None, fits=lambda plan: True, **options):
+    return StepPreparer(
+        settings, plan_with or planner(settings.headroom), fits, StepCounters(), **options
+    )
+
+
+@pytest.fixture
+def world():
+    world = World()
+    for i in range(4):
+        world.add([0] * 40 + [1 + i], tail=20)
+    return world
+
+
+def run(steps, world, grown, cache=None):
+    return steps.prepare(
+        world.reqs, cache or world.cache, world.seq_lens(grown), world.req_to_token
+    )
+
+
+def test_plans_once_and_counts_every_step(world):
+    steps = preparer()
+    first, second = run(steps, world, 1), run(steps, world, 2)
+    assert first.is_prefix and first.new_plan is not None
+    assert second.is_prefix and second.new_plan is None
+    assert steps.counters.plans == Counter(first=1)
+    assert steps.counters.steps == {DEFAULT: 2}
+    # 4 requests, 40 shared and 2 (then 3) private tokens each.
+    assert steps.counters.kv_tokens == {
+        "read": 40 + 4 * 2 + 40 + 4 * 3,
+        "query_centric": 4 * 42 + 4 * 43,
+        "unique": 40 + 4 * 2 + 40 + 4 * 3,
+    }
+
+
+def test_replans_by_cause(world):
+    steps = preparer(Settings(headroom=2))
+    for grown in (1, 2, 3, 4):
+        run(steps, world, grown)
+    run(steps, world, 9)
+    world.reqs.pop()
+    run(steps, world, 10)
+    assert steps.counters.plans == Counter(first=1, headroom=1, lengths=1, composition=1)
+
+
+def test_a_forced_policy_and_an_unsupported_tree_or_model_are_stock_steps(world):
+    forced = preparer(Settings(policy="stock"))
+    assert run(forced, world, 1).decision == Decision("stock", "forced")
+    other = preparer()
+    assert run(other, world, 1, HiRadixCache()).decision == Decision("stock", "tree:HiRadixCache")
+    other.only_stock("layer_option:sinks")
+    assert run(other, world, 1).decision == Decision("stock", "layer_option:sinks")
+    assert other.counters.kv_tokens["read"] == other.counters.kv_tokens["query_centric"] == 8 * 42
+    assert not other.counters.plans
+
+
+class Failing:
+    """A planner whose n-th call raises."""
+
+    def __init__(self, *failing_calls):
+        self.planner, self.failing, self.calls = planner(), failing_calls, 0
+
+    def plan(self, paths):
+        self.calls += 1
+        if self.calls in self.failing:
+            raise ZeroDivisionError("planted")
+        return self.planner.plan(paths)
+
+
+def test_a_planner_error_is_one_stock_step_counted_and_logged_once(world, caplog):
+    steps = preparer(plan_with=Failing(1, 2))
+    with caplog.at_level(logging.ERROR):
+        decisions = [run(steps, world, grown).decision for grown in (1, 2, 3, 4)]
+    assert decisions == [ERROR, ERROR, DEFAULT, DEFAULT]
+    assert len([r for r in caplog.records if "planner_error" in r.getMessage()]) == 1
+    assert steps.counters.steps == {ERROR: 2, DEFAULT: 2}
+
+
+def test_a_failed_replan_does_not_revive_the_plan_before(world):
+    steps = preparer(plan_with=Failing(2))
+    run(steps, world, 1)
+    gone = world.reqs.pop()
+    assert run(steps, world, 2).decision == ERROR
+    world.reqs.append(gone)
+    # The batch that the loaded plan was made for is back, one token behind.
+    again = run(steps, world, 2)
+    assert again.is_prefix and again.new_plan is not None
+
+
+def test_with_tensor_parallelism_a_planner_error_is_raised(world):
+    steps = preparer(plan_with=Failing(1), raise_faults=True)
+    with pytest.raises(ZeroDivisionError):
+        run(steps, world, 1)
+
+
+def test_a_plan_that_does_not_fit_is_a_stock_step_on_every_rank(world):
+    small = Capacity(words=10_000, index_slots=16, partials=100)
+    steps = preparer(fits=small.covers, raise_faults=True)
+    assert run(steps, world, 1).decision == Decision("stock", "plan_too_large")
+
+
+def test_check_mode_verifies_every_step_and_names_the_place(world, caplog):
+    steps = preparer(Settings(check=True))
+    assert run(steps, world, 1).is_prefix
+    world.req_to_token[2, 7] += 1  # after planning: only a check of each step can see it
+    with caplog.at_level(logging.ERROR):
+        assert run(steps, world, 2).decision == Decision("stock", "check_failed")
+    assert "request r2" in caplog.text and "position 7" in caplog.text
+    world.req_to_token[2, 7] -= 1
+    assert run(steps, world, 3).new_plan is not None, "the failed step was not appended"
+
+
+def test_check_mode_with_tensor_parallelism_raises(world):
+    steps = preparer(Settings(check=True), raise_faults=True)
+    world.reqs[0].cache_protected_len += 1
+    with pytest.raises(TreeInvariantError):
+        run(steps, world, 1)
+
+
+def test_cross_checks_every_nth_prefix_step(world):
+    steps = preparer(Settings(check=True, check_every=3))
+    assert [run(steps, world, g).cross_check for g in range(1, 7)] == [False, False, True] * 2
+    steps = preparer(Settings(check=False, check_every=1))
+    assert not run(steps, world, 1).cross_check
+
+
+def test_counters_are_exported(world):
+    from prometheus_client import CollectorRegistry
+
+    registry = CollectorRegistry()
+    steps = preparer()
+    steps.counters.exporter = PrometheusExporter(registry)
+    run(steps, world, 1)
+    run(steps, world, 2)
+    run(steps, world, 3, HiRadixCache())
+    steps.counters.mismatch()
+    value = registry.get_sample_value
+    name = "sglang:prefix_attn_steps_total"
+    assert value(name, {"variant": "prefix", "reason": "default"}) == 2
+    assert value(name, {"variant": "stock", "reason": "tree:HiRadixCache"}) == 1
+    assert value("sglang:prefix_attn_plans_total", {"cause": "first"}) == 1
+    assert value("sglang:prefix_attn_plan_seconds_total") > 0
+    assert value("sglang:prefix_attn_check_mismatches_total") == 1
+    for kind in ("read", "query_centric", "unique"):
+        assert (
+            value("sglang:prefix_attn_kv_tokens_total", {"kind": kind})
+            == steps.counters.kv_tokens[kind]
+        )
+    assert steps.counters.as_dict()["steps"][0] == {
+        "variant": "prefix", "reason": "default", "count": 2
+    }  # fmt: skip
+
+
+def test_a_steady_step_neither_reads_the_tree_nor_plans(world, monkeypatch):
+    steps = preparer(plan_with=planner(headroom=100))
+    run(steps, world, 1)
+
+    def unexpected(*_):
+        raise AssertionError("a steady step must neither read the tree nor plan")
+
+    monkeypatch.setattr(stepstate, "read_paths", unexpected)
+    for grown in range(2, 102):
+        step = run(steps, world, grown)
+        assert step.is_prefix and step.new_plan is None
+    assert steps.counters.steps == {DEFAULT: 101}

@@ -1,0 +1,179 @@
+"""Tree reader: paths of real tree shapes, and the invariants that check mode verifies."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sgl_prefix_attn.tree import TreeInvariantError, check_paths, read_paths, unsupported_tree
+from tests.cpu.fake_sglang import ChunkCache, HiRadixCache, Req, World, path
+
+PROMPTS = st.lists(
+    st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=12
+)  # three letters: prompts share, split and repeat each other
+
+
+def world_of(prompts) -> World:
+    world = World()
+    for prompt in prompts:
+        world.add(prompt)
+    return world
+
+
+def read(world):
+    return read_paths(world.reqs, world.cache, world.seq_lens())
+
+
+def chain(paths, i_req):
+    nodes, i = [], int(paths.leaf[i_req])
+    while i >= 0:
+        nodes.append(i)
+        i = int(paths.parent[i])
+    return nodes[::-1]
+
+
+@given(PROMPTS)
+@settings(max_examples=200, deadline=None)
+def test_paths_are_the_tree(prompts):
+    world = world_of(prompts)
+    paths = read(world)
+    assert (paths.parent < np.arange(len(paths.parent))).all(), "parents come before children"
+    assert len(set(paths.node_id.tolist())) == len(paths.node_id), "each node once"
+    for i, req in enumerate(world.reqs):
+        nodes = chain(paths, i)
+        assert [int(paths.node_id[n]) for n in nodes] == [node.id for node in path(req)]
+        assert sum(int(paths.length[n]) for n in nodes) == req.cache_protected_len
+    reached = {n for i in range(len(world.reqs)) for n in chain(paths, i)}
+    assert reached == set(range(len(paths.parent))), "no node without a request"
+    check_paths(paths, world.reqs, world.cache, world.req_to_token)
+
+
+@given(PROMPTS, st.data())
+@settings(max_examples=100, deadline=None)
+def test_check_finds_any_wrong_length(prompts, data):
+    world = world_of(prompts)
+    paths = read(world)
+    if not len(paths.length):
+        return
+    length = paths.length.copy()
+    length[data.draw(st.integers(0, len(length) - 1))] += data.draw(st.sampled_from([-1, 1]))
+    with pytest.raises(TreeInvariantError, match=r"request r\d+.*node \d+.*position \d+"):
+        check_paths(
+            dataclasses.replace(paths, length=length), world.reqs, world.cache, world.req_to_token
+        )
+
+
+def test_check_finds_a_shift_that_keeps_the_sum():
+    world = world_of([[0, 0, 1, 1], [0, 0, 2, 2]])
+    paths = read(world)
+    length = paths.length.copy()
+    root = int(np.flatnonzero(paths.parent < 0)[0])
+    length[root] += 1
+    length[np.arange(len(length)) != root] -= 1
+    with pytest.raises(TreeInvariantError, match="holds 2 tokens, the path says 3"):
+        check_paths(
+            dataclasses.replace(paths, length=length), world.reqs, world.cache, world.req_to_token
+        )
+
+
+def test_check_names_request_node_and_position_of_a_wrong_slot():
+    world = world_of([[0, 1, 2, 0], [0, 1, 1]])
+    paths = read(world)
+    world.req_to_token[1, 2] += 1
+    node = world.reqs[1].last_node
+    with pytest.raises(TreeInvariantError, match=rf"request r1: node {node.id} .* at position 2"):
+        check_paths(paths, world.reqs, world.cache, world.req_to_token)
+
+
+def test_check_finds_a_path_as_long_as_the_request():
+    world = world_of([[0, 1, 2]])
+    paths = read_paths(world.reqs, world.cache, world.seq_lens(grown=0))
+    with pytest.raises(TreeInvariantError, match="seq_len is 3"):
+        check_paths(paths, world.reqs, world.cache, world.req_to_token)
+
+
+def test_split_in_mid_decode_keeps_the_old_id_at_the_rest():
+    world = world_of([[0, 1, 2, 0]])
+    before = read(world)
+    world.add([0, 1, 0])
+    after = read(world)
+    assert len(before.parent) == 1 and len(after.parent) == 3
+    assert int(after.node_id[after.leaf[0]]) == int(before.node_id[0])
+    assert int(after.length[after.leaf[0]]) == 2
+    assert int(after.parent[after.leaf[0]]) == int(after.parent[after.leaf[1]]) >= 0
+    check_paths(after, world.reqs, world.cache, world.req_to_token)
+
+
+def test_join_and_leave_change_only_their_own_paths():
+    world = world_of([[0, 1], [0, 1, 2], [2]])
+    all_paths = read(world)
+    del world.reqs[1]
+    rest = read(world)
+    assert [len(chain(rest, i)) for i in (0, 1)] == [len(chain(all_paths, i)) for i in (0, 2)]
+
+
+def test_requests_without_a_path():
+    world = world_of([[], [0, 1]])
+    retracted = Req("gone", None)  # SGLang clears node and row when it retracts a request
+    paths = read_paths([*world.reqs, retracted], world.cache, np.array([5, 3, 4]))
+    assert paths.leaf.tolist() == [-1, 0, -1]
+    assert paths.seq_lens.dtype == np.int32
+    check_paths(paths, [*world.reqs, retracted], world.cache, world.req_to_token)
+
+
+def test_finished_request_in_its_last_overlapped_step():
+    world = world_of([[0, 1, 2]])
+    world.reqs[0].req_pool_idx = None  # its row is free already
+    paths = read(world)
+    check_paths(paths, world.reqs, world.cache, world.req_to_token)
+    assert paths.leaf.tolist() == [0]
+
+
+def test_root_of_a_tree_that_was_reset_since_ends_the_path():
+    world = world_of([[0, 1, 2]])
+    world.root = None
+    assert read(world).length.tolist() == [3]
+
+
+def test_radix_cache_off_is_single_tails():
+    reqs = [Req("a", 0), Req("b", 1)]
+    paths = read_paths(reqs, ChunkCache(), np.array([4, 9]))
+    assert paths.leaf.tolist() == [-1, -1] and not len(paths.parent)
+
+
+def test_other_caches_are_refused_with_their_name():
+    assert unsupported_tree(World().cache) is None
+    assert unsupported_tree(ChunkCache()) is None
+    # A subclass keeps its values elsewhere.
+    assert unsupported_tree(HiRadixCache()) == "tree:HiRadixCache"
+    assert unsupported_tree(object()) == "tree:object"
+    with pytest.raises(ValueError, match="tree:HiRadixCache"):
+        read_paths([], HiRadixCache(), np.zeros(0))
+
+
+def test_each_node_is_walked_once():
+    world = World()
+    deep = [i % 3 for i in range(60)]
+    for end in range(1, 61):
+        world.insert(deep[:end])  # a chain of 60 nodes
+    visited = []
+
+    class Counted(type(world.root)):
+        @property
+        def parent(self):
+            visited.append(self)
+            return self.__dict__["parent"]
+
+        @parent.setter
+        def parent(self, value):
+            self.__dict__["parent"] = value
+
+    for node in [world.insert(deep[:end]) for end in range(1, 61)]:
+        node.__class__ = Counted
+    for _ in range(16):
+        world.add(deep)
+    visited.clear()
+    read(world)
+    assert len(visited) <= 2 * 60 + 2 * 16
