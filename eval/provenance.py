@@ -1,4 +1,4 @@
-"""Where a result came from: machine, versions, commit and command, recorded in every result file."""
+"""Where a result came from: machine, versions, commit and command, in every result file."""
 
 from __future__ import annotations
 

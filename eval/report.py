@@ -1,0 +1,198 @@
+"""python -m eval.report RESULT.json... [--readme README.md] [--check]: tables from result files.
+
+Prints Markdown for kernel and engine results. With --readme it replaces what stands between
+`<!-- bench:begin -->` and `<!-- bench:end -->`; with --check it changes nothing and exits with 1
+when the README says anything else than the files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+
+from eval import provenance
+from eval.bench_kernel import summary
+
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+
+
+def markdown(results: list[tuple[str, dict]]) -> str:
+    """(file name, result) pairs as Markdown, one section a file. Raises ValueError for a result
+    that is neither of kernels nor of engines."""
+    return "\n\n".join(_section(name, result) for name, result in results) + "\n"
+
+
+def replace_between(text: str, table: str) -> str:
+    """`text` with the part between the markers replaced. Raises ValueError without markers."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ValueError(f"expected {BEGIN} and {END} once each, in this order")
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{table}{END}{rest.split(END)[1]}"
+
+
+def _section(name: str, result: dict) -> str:
+    first = result["rows"][0]
+    if "floor_us" in first:
+        body = [_kernel_tables(result["rows"])]
+    elif "tpot_ms" in first:
+        body = [_engine_table(result["rows"])]
+    else:
+        raise ValueError(f"{name}: its rows are neither kernel times nor engine times")
+    return "\n\n".join([*body, _source(name, result["meta"])])
+
+
+def _source(name: str, meta: dict) -> str:
+    versions = ", ".join(f"{key} {value}" for key, value in meta["versions"].items() if value)
+    commit = meta["commit"] + (" with local changes" if meta["dirty"] else "")
+    driver = f", driver {meta['driver']}" if meta["driver"] else ""
+    return (
+        f"`{name}`: {meta['gpu'] or meta['machine']}{driver}; {versions}; commit {commit}; "
+        f"{meta['date']}.\n`{meta['command']}`"
+    )
+
+
+def _kernel_tables(rows: list[dict]) -> str:
+    parts = []
+    for (heads, head_dim, page_size, dtype), trees in summary.group(rows).items():
+        parts.append(
+            f"{heads} heads, head dim {head_dim}, {dtype}, page size {page_size}: "
+            "microseconds a layer (time / floor)."
+        )
+        parts.append(_kernel_table(trees))
+        parts += _notes(trees)
+    return "\n\n".join(parts)
+
+
+def _kernel_table(trees: dict[str, dict[str, dict]]) -> str:
+    names = [
+        name
+        for name in dict.fromkeys(name for rows in trees.values() for name in rows)
+        if any(rows.get(name, {}).get("us") is not None for rows in trees.values())
+    ]
+    lines = [
+        _line("tree", "floor", *names, "best peer / prefix"),
+        _line(*["---"] * (len(names) + 3)),
+    ]
+    for tree, rows in trees.items():
+        floor = next(iter(rows.values()))["floor_us"]
+        ratio = summary.ratio_to_peer(rows, "prefix")
+        cells = [_cell(rows.get(name)) for name in names]
+        lines.append(
+            _line(f"`{tree}`", f"{floor:.0f}", *cells, "-" if ratio is None else f"{ratio:.2f}")
+        )
+    by_name = {entry["provider"]: entry for entry in summary.means(trees)}
+    for label, field in (("all", "all"), ("with sharing", "sharing")):
+        cells = [_mean_cell(by_name.get(name), field) for name in names]
+        lines.append(_line(f"geometric mean of time / floor, {label}", "", *cells, ""))
+    planning = [_plan_cell(trees, name) for name in names]
+    lines.append(_line("host planning of one batch, median", "", *planning, ""))
+    if "best stock" in by_name:
+        stock = by_name["best stock"]
+        lines.append(
+            f"\nBest stock peer of each tree: {_mean_cell(stock, 'all')} over the floor, "
+            f"{_mean_cell(stock, 'sharing')} with sharing."
+        )
+    return "\n".join(lines)
+
+
+def _cell(row: dict | None) -> str:
+    if row is None:
+        return "-"
+    if row["us"] is None:
+        return row["status"].partition(":")[0]
+    return f"{row['us']:.1f} ({row['us'] / row['floor_us']:.2f})"
+
+
+def _mean_cell(entry: dict | None, field: str) -> str:
+    if entry is None or entry[field] is None:
+        return "-"
+    return f"{entry[field]:.2f} ({entry['num_' + field]} trees)"
+
+
+def _plan_cell(trees: dict[str, dict[str, dict]], name: str) -> str:
+    times = [rows[name]["plan_us"] for rows in trees.values() if name in rows]
+    times = [us for us in times if us is not None]
+    return f"{statistics.median(times):.0f} us" if times else "-"
+
+
+def _notes(trees: dict[str, dict[str, dict]]) -> list[str]:
+    """What the table does not show: reasons, eager timings, other page sizes."""
+    notes: dict[str, set[str]] = {}
+    for rows in trees.values():
+        for name, row in rows.items():
+            if row["status"] != "ok":
+                notes.setdefault(name, set()).add(row["status"])
+            if row["timing"] == "eager":
+                notes.setdefault(name, set()).add("timed without a CUDA graph")
+            if row["run_page_size"]:
+                notes.setdefault(name, set()).add(f"run at page size {row['run_page_size']}")
+    return [
+        "\n".join(f"- {name}: {'; '.join(sorted(what))}" for name, what in notes.items())
+    ] if notes else []
+
+
+def _engine_table(rows: list[dict]) -> str:
+    """TPOT of each backend on each workload and its ratio to FlashInfer's."""
+    backends = list(dict.fromkeys(row["backend"] for row in rows))
+    places = list(dict.fromkeys((row["workload"], row["page_size"]) for row in rows))
+    by_key = {(row["workload"], row["page_size"], row["backend"]): row for row in rows}
+    lines = [
+        _line("requests", "shared + private prompt", "page size", *backends),
+        _line(*["---"] * (len(backends) + 3)),
+    ]
+    for workload, page_size in places:
+        entries = [by_key.get((workload, page_size, backend)) for backend in backends]
+        some = next(entry for entry in entries if entry)
+        lines.append(
+            _line(
+                str(some["batch"]),
+                f"{some['shared']} + {some['private']}",
+                str(page_size),
+                *map(_engine_cell, entries),
+            )
+        )
+    return "TPOT, median, and its ratio to FlashInfer's in the same run.\n\n" + "\n".join(lines)
+
+
+def _engine_cell(row: dict | None) -> str:
+    if row is None or row["tpot_ms"] is None:
+        return "-" if row is None else row["status"].partition(":")[0]
+    ratio = "" if row["ratio"] is None else f" ({row['ratio']:.3f})"
+    return f"{row['tpot_ms']:.2f} ms{ratio}"
+
+
+def _line(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m eval.report", description=__doc__)
+    parser.add_argument("results", nargs="+", metavar="RESULT.json")
+    parser.add_argument("--readme", help="file whose table is replaced, or checked")
+    parser.add_argument("--check", action="store_true", help="compare only")
+    args = parser.parse_args(argv)
+    if args.check and not args.readme:
+        parser.error("--check needs --readme")
+    try:
+        results = [(Path(name).name, provenance.load(name)) for name in args.results]
+        table = markdown(results)
+        if not args.readme:
+            print(table, end="")
+            return 0
+        readme = Path(args.readme)
+        old = readme.read_text()
+        new = replace_between(old, table)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    if args.check:
+        if new != old:
+            print(f"{readme} is not what the result files say: run without --check")
+        return int(new != old)
+    readme.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

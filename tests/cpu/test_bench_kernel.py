@@ -1,0 +1,279 @@
+"""eval.bench_kernel without a GPU: trees, floor, judgement, and what is never timed."""
+
+import math
+
+import numpy as np
+import orjson
+import pytest
+import torch
+
+from eval.bench_kernel import __main__ as cli
+from eval.bench_kernel import summary
+from eval.bench_kernel.case import build_case
+from eval.bench_kernel.floor import Rates, floor_us, kv_bytes
+from eval.bench_kernel.oracle import Oracle
+from eval.bench_kernel.providers import make_providers
+from eval.bench_kernel.providers.fasttree import _tree_info
+from eval.bench_kernel.providers.flashinfer_cascade import _level_tables
+from eval.bench_kernel.providers.plain_torch import PlainTorch
+from eval.bench_kernel.runner import Setting, compare
+from eval.bench_kernel.trees import PAT20, build_tables, page_problem, parse_tree, parse_trees
+from sgl_prefix_attn.records import HeadConfig
+
+CPU = torch.device("cpu")
+HEADS = HeadConfig(4, 2, 32)
+H100 = Rates(3.0e12, 600e12, None, "test")
+# Floor column of the published measurement of the same 20 trees (32/8 heads, head dim 128, bf16).
+FLOOR_US = (11, 12, 58, 24, 13, 185, 201, 185, 15, 28, 381, 59, 65, 58, 63, 15, 71, 39, 358, 1432)
+
+
+def case_of(tree: str, page_size: int = 1, dtype=torch.bfloat16, heads=HEADS):
+    return build_case(parse_tree(tree), heads, page_size, dtype, CPU, seed=3)
+
+
+def setting_of(tree: str, page_size: int = 1) -> Setting:
+    return Setting(parse_tree(tree), HEADS, page_size, "bf16", torch.bfloat16, CPU, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("1,4", "COUNTS_LENGTHS"),
+        ("1,4_8", "2 counts but 1 lengths"),
+        ("1,x_8,8", "integers"),
+        ("1,0_8,8", "at least 1"),
+        ("4,2_8,8", "fewer nodes"),
+        ("1_2_3", "COUNTS_LENGTHS"),
+    ],
+)
+def test_a_tree_that_does_not_parse_is_quoted(text, says):
+    with pytest.raises(ValueError, match=says) as error:
+        parse_tree(text)
+    assert text in str(error.value)
+
+
+def test_tree_lists(tmp_path):
+    assert [tree.name for tree in parse_trees("pat20")] == list(PAT20)
+    assert [tree.name for tree in parse_trees("1,2_3,4;5_6")] == ["1,2_3,4", "5_6"]
+    path = tmp_path / "trees.txt"
+    path.write_text("# comment\n1,2_3,4\n\n5_6  # unshared\n")
+    assert [tree.name for tree in parse_trees(str(path))] == ["1,2_3,4", "5_6"]
+    for spec in (";", "nothere.txt"):
+        with pytest.raises(ValueError):
+            parse_trees(spec)
+
+
+def test_nodes_of_requests_nest_and_all_are_used():
+    tree = parse_tree("2,3,7_4,4,4")
+    nodes = tree.node_of_request()
+    for level in (1, 2):
+        parents = [tree.parent(level, int(node)) for node in nodes[level]]
+        assert parents == nodes[level - 1].tolist()
+        assert set(nodes[level]) == set(range(tree.counts[level]))
+
+
+def test_paths_leave_the_last_level_private():
+    tree = parse_tree("1,2,4_8,16,5")
+    paths = tree.prefix_paths()
+    assert paths[0] == [(0, 8), (1, 16)] and paths[3] == [(0, 8), (2, 16)]
+    assert all(sum(length for _, length in path) == tree.seq_len - 5 for path in paths)
+    assert parse_tree("3_7").prefix_paths() == [[], [], []]
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_index_tables_permute_whole_pages_and_share_them(page_size):
+    tree = parse_tree("1,2,4_64,128,70")
+    tables = build_tables(tree, page_size, np.random.default_rng(0))
+    rows = tables.req_to_token
+    assert rows.shape == (4, tree.seq_len) and (rows[:, :64] == rows[0, :64]).all()
+    assert (rows[0, 64:192] == rows[1, 64:192]).all() and (rows[1, 64:192] != rows[2, 64:192]).all()
+    # Each slot has one owner, page 0 none, and a page holds consecutive tokens.
+    used = np.concatenate([slots.ravel() for slots in tables.node_slots])
+    assert len(np.unique(used)) == len(used) == tree.num_tokens and used.min() >= page_size
+    assert tables.unused().sum() == tables.num_slots - tree.num_tokens
+    assert (rows % page_size == np.arange(tree.seq_len) % page_size).all()
+    assert not (np.diff(rows[0][::page_size]) == page_size).all()
+
+
+def test_a_tree_must_fit_the_page_size():
+    assert "32" in page_problem(parse_tree("1,4_32,16"), 64)
+    assert page_problem(parse_tree("1,4_64,7"), 64) is None
+    with pytest.raises(ValueError, match="page size 64"):
+        build_tables(parse_tree("1,4_32,16"), 64, np.random.default_rng(0))
+
+
+def test_floor_is_the_published_one():
+    heads = HeadConfig(32, 8, 128)
+    floors = [floor_us(parse_tree(name), heads, 2, H100) for name in PAT20]
+    assert [round(us) for us in floors] == list(FLOOR_US)
+
+
+def test_floor_by_hand():
+    tree, heads = parse_tree("1,2_100,50"), HeadConfig(8, 2, 64)
+    assert kv_bytes(tree, heads, 2) == 200 * 2 * 64 * 2 * 2
+    slow_bytes = Rates(1e6, 1e15, None, "test")
+    assert floor_us(tree, heads, 2, slow_bytes) == pytest.approx(102400 / 1e6 * 1e6)
+    slow_flops = Rates(1e15, 1e6, None, "test")
+    assert floor_us(tree, heads, 2, slow_flops) == pytest.approx(2 * 150 * 8 * 64 * 4)
+
+
+def test_oracle_is_attention_by_definition():
+    case = case_of("1,2_5,3", dtype=torch.float32)
+    oracle = Oracle(case)
+    out = torch.empty_like(case.q)
+    for i in range(2):
+        for head in range(4):
+            slots = case.req_to_token[i].long()
+            k, v = case.k[0][slots, head // 2], case.v[0][slots, head // 2]
+            weights = torch.softmax(k @ case.q[i, head] / math.sqrt(32), 0)
+            out[i, head] = weights @ v
+    assert oracle.error(out).norm < 1e-6
+    assert torch.isnan(case.k[0][0]).all(), "slots that no request owns are poisoned"
+
+
+class Faulty(PlainTorch):
+    """Plain torch with its output changed, as a wrong kernel would; counts what is timed."""
+
+    def __init__(self, name, change, from_run=0):
+        self.name, self._change, self._from_run, self.runs = name, change, from_run, 0
+
+    def prepare(self, case):
+        runnable, run = super().prepare(case), None
+        run = runnable.run
+
+        def changed(layer):
+            self.runs += 1
+            out = run(layer)
+            return self._change(case, out) if self.runs > self._from_run else out
+
+        runnable.run = changed
+        return runnable
+
+
+def drop_last_token(case, out):
+    shorter = case.req_to_token[:, :-1].long()
+    k, v = case.k[0][shorter[0]].float(), case.v[0][shorter[0]].float()
+    q = case.q[0].float().unflatten(0, (2, 2))
+    weights = torch.softmax(torch.einsum("hgd,thd->hgt", q, k) * case.sm_scale, -1)
+    out[0] = torch.einsum("hgt,thd->hgd", weights, v).flatten(0, 1).to(out.dtype)
+    return out
+
+
+def swap_two_rows(case, out):
+    return out[[1, 0, *range(2, len(out))]]
+
+
+def leave_one_head_unwritten(case, out):
+    out[-1, -1] = float("nan")
+    return out
+
+
+@pytest.mark.parametrize("fault", [drop_last_token, swap_two_rows, leave_one_head_unwritten])
+def test_a_wrong_provider_is_shown_and_not_timed(fault):
+    provider = Faulty("faulty", fault)
+    (row,) = compare(setting_of("1,4_1024,1000"), [provider], H100, {})
+    assert row.status.startswith("wrong: ") and row.us is None and row.plan_us is None
+    assert provider.runs == 1, "judged once, never timed"
+
+
+def test_a_provider_that_goes_wrong_in_later_runs_is_wrong():
+    provider = Faulty("faulty", swap_two_rows, from_run=5)
+    (row,) = compare(setting_of("1,4_32,16"), [provider], H100, {})
+    assert row.status.startswith("wrong: after replay") and row.us is None
+
+
+def test_every_provider_has_a_line():
+    names = ["torch", "prefix", "flashinfer", "fasttree", "pat"]
+    providers = make_providers(names, ["calibrated", "pat"])
+    reasons = {p.name: "not here" for p in providers if p.name not in ("torch", "prefix")}
+    rows = {row.provider: row for row in compare(setting_of("1,4_32,16"), providers, H100, reasons)}
+    assert list(rows) == ["torch", "prefix", "prefix:pat", "flashinfer", "fasttree", "pat"]
+    assert rows["torch"].status == rows["prefix"].status == "ok"
+    assert rows["pat"].status == "unavailable: not here" and rows["pat"].run_page_size == 32
+    assert rows["prefix"].us > 0 and rows["prefix"].error <= 2 * rows["prefix"].error_torch
+
+
+def test_a_tree_that_a_page_size_cannot_hold_is_unsupported():
+    (row,) = compare(setting_of("1,4_32,16", page_size=64), [PlainTorch()], H100, {})
+    assert row.status.startswith("unsupported: ") and "page size 64" in row.status
+
+
+def test_a_provider_that_raises_is_a_line():
+    class Broken(PlainTorch):
+        def prepare(self, case):
+            raise OSError("no such kernel")
+
+    (row,) = compare(setting_of("1,4_32,16"), [Broken()], H100, {})
+    assert row.status == "failed: OSError: no such kernel"
+
+
+@pytest.mark.parametrize("names", [["nope"], ["prefix:nope"]])
+def test_unknown_providers_are_refused(names):
+    with pytest.raises(ValueError, match="nope"):
+        make_providers(names, ["calibrated"])
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_cascade_tables_cover_every_row(page_size):
+    case = case_of("1,2,5_32,16,24", page_size=page_size)
+    for level, length in enumerate(case.tree.lengths):
+        qo_indptr, kv_indptr, kv_indices, last_len = _level_tables(case, level)
+        start = sum(case.tree.lengths[:level])
+        for i in range(case.tree.batch_size):
+            node = int(torch.searchsorted(qo_indptr, i, right=True)) - 1
+            pages = kv_indices[kv_indptr[node] : kv_indptr[node + 1]]
+            tokens = (len(pages) - 1) * page_size + int(last_len[node])
+            assert tokens == length
+            expected = case.req_to_token[i, start : start + length][::page_size] // page_size
+            assert pages.tolist() == expected.tolist()
+
+
+def test_fasttree_nodes_follow_the_tree():
+    nodes, offsets = _tree_info(case_of("1,2,4_8,16,5"))
+    assert [node.parent for node in nodes] == [-1, 0, 0, 1, 1, 2, 2]
+    assert [node.num_children for node in nodes] == [2, 2, 2, 0, 0, 0, 0]
+    assert nodes[2].requests == [2, 3] and offsets == [0, 8, 24, 40, 45, 50, 55, 60]
+
+
+def test_summary_means_and_ratios():
+    def row(tree, provider, us, floor, status="ok"):
+        return {"tree": tree, "heads": "4/2", "head_dim": 32, "page_size": 1, "dtype": "bf16",
+                "provider": provider, "us": us, "floor_us": floor, "status": status}  # fmt: skip
+
+    rows = [
+        row("1,2_8,8", "prefix", 20.0, 10.0),
+        row("1,2_8,8", "flashinfer", 40.0, 10.0),
+        row("1,2_8,8", "fasttree", None, 10.0, "wrong: error"),
+        row("2_8", "prefix", 9.0, 8.0),
+        row("2_8", "flashinfer", 8.0, 8.0),
+    ]
+    (trees,) = summary.group(rows).values()
+    means = {entry["provider"]: entry for entry in summary.means(trees)}
+    assert means["prefix"]["all"] == pytest.approx(math.sqrt(2 * 9 / 8))
+    assert means["prefix"]["sharing"] == pytest.approx(2) and means["prefix"]["num_sharing"] == 1
+    assert means["best stock"]["all"] == pytest.approx(2) and "fasttree" not in means
+    assert summary.ratio_to_peer(trees["1,2_8,8"], "prefix") == pytest.approx(2)
+    assert summary.slower_than_stock(trees) == [], "without sharing slower is not listed"
+
+
+def test_command_writes_rows_and_meta(tmp_path, capsys):
+    out = tmp_path / "result.json"
+    argv = ["--trees", "1,3_16,8", "--heads", "4/2", "--head-dim", "32", "--device", "cpu"]
+    argv += ["--providers", "prefix,torch,fa3", "--json", str(out)]
+    assert cli.main([*argv, "--plot", str(tmp_path / "plot.png")]) == 0
+    result = orjson.loads(out.read_bytes())
+    meta = result["meta"]
+    assert meta["command"].startswith("python -m eval.bench_kernel --trees 1,3_16,8")
+    assert {"machine", "gpu", "driver", "versions", "commit", "dirty", "date", "seed"} <= set(meta)
+    status = {row["provider"]: row["status"] for row in result["rows"]}
+    assert status["prefix"] == status["torch"] == "ok"
+    assert status["fa3"].startswith("unavailable: ")
+    assert "fa3 is not available" in capsys.readouterr().out
+    assert (tmp_path / "plot.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize("flag", [["--heads", "5/2"], ["--trees", "1_"], ["--page-size", "0"]])
+def test_bad_arguments_end_with_usage(flag, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--device", "cpu", *flag])
+    assert stop.value.code == 2 and "error:" in capsys.readouterr().err

@@ -1,0 +1,96 @@
+"""eval.report: the README's table is what the result files say."""
+
+import copy
+
+import pytest
+
+from eval import provenance, report
+
+META = {
+    "machine": "Linux x86_64, 2 CPUs",
+    "gpu": "NVIDIA H100 80GB HBM3",
+    "driver": "580.1",
+    "versions": {"torch": "2.11.0", "flashinfer-python": None},
+    "commit": "abc123",
+    "dirty": False,
+    "command": "python -m eval.bench_kernel --trees pat20",
+    "date": "2026-11-21 10:00 UTC",
+}
+
+
+def kernel_row(provider, us, **changes):
+    return {
+        "tree": "1,2_8,8", "heads": "32/8", "head_dim": 128, "page_size": 1, "dtype": "bf16",
+        "provider": provider, "status": "ok", "floor_us": 10.0, "us": us, "plan_us": 321.0,
+        "error": 1e-3, "error_torch": 1e-3, "timing": "graph", "run_page_size": None, **changes,
+    }  # fmt: skip
+
+
+KERNELS = [
+    kernel_row("prefix", 20.0),
+    kernel_row("flashinfer", 50.0),
+    kernel_row("pat", 25.0, timing="eager", run_page_size=32),
+    kernel_row("fa3", None, status="wrong: error 1e-01", plan_us=None),
+]
+ENGINES = [
+    {
+        "backend": backend, "workload": "shared8k", "page_size": 1, "batch": 64, "shared": 8192,
+        "private": 256, "tpot_ms": tpot, "ratio": tpot / 15.0, "status": "ok",
+    }
+    for backend, tpot in (("prefix", 9.0), ("flashinfer", 15.0))
+]  # fmt: skip
+
+
+@pytest.fixture
+def files(tmp_path):
+    kernels, engines = tmp_path / "kernels.json", tmp_path / "engine.json"
+    provenance.save(kernels, META, KERNELS)
+    provenance.save(engines, META | {"dirty": True}, ENGINES)
+    readme = tmp_path / "README.md"
+    readme.write_text(f"# Title\n\n{report.BEGIN}\nold\n{report.END}\n\nrest\n")
+    return [str(kernels), str(engines)], readme
+
+
+def test_tables_and_sources(files, capsys):
+    results, _ = files
+    assert report.main(results) == 0
+    text = capsys.readouterr().out
+    assert "| `1,2_8,8` | 10 | 20.0 (2.00) | 50.0 (5.00) | 25.0 (2.50) | 1.25 |" in text
+    assert "- fa3: wrong: error 1e-01" in text
+    assert "- pat: run at page size 32; timed without a CUDA graph" in text
+    assert "Best stock peer of each tree: 5.00" in text and "321 us" in text
+    assert "NVIDIA H100 80GB HBM3, driver 580.1; torch 2.11.0; commit abc123;" in text
+    assert "commit abc123 with local changes" in text
+    assert "`python -m eval.bench_kernel --trees pat20`" in text
+    assert "| 64 | 8192 + 256 | 1 | 9.00 ms (0.600) | 15.00 ms (1.000) |" in text
+
+
+def test_round_trip_and_check(files, capsys):
+    results, readme = files
+    check = [*results, "--readme", str(readme), "--check"]
+    assert report.main(check) == 1
+    assert report.main([*results, "--readme", str(readme)]) == 0
+    assert readme.read_text().startswith("# Title\n\n<!-- bench:begin -->\n32/8 heads")
+    assert readme.read_text().endswith("<!-- bench:end -->\n\nrest\n")
+    assert report.main(check) == 0
+    rows = copy.deepcopy(KERNELS)
+    rows[0]["us"] = 21.0
+    provenance.save(results[0], META, rows)
+    assert report.main(check) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["no markers", f"{report.END} {report.BEGIN}", f"{report.BEGIN}{report.BEGIN}"]
+)
+def test_a_readme_without_markers_is_refused(text):
+    with pytest.raises(ValueError, match="bench:begin"):
+        report.replace_between(text, "table\n")
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"meta": {"command": ""}, "rows": []}', b"[1]"])
+def test_a_file_that_is_no_result_is_named(tmp_path, content, capsys):
+    path = tmp_path / "odd.json"
+    path.write_bytes(content)
+    with pytest.raises(SystemExit):
+        report.main([str(path)])
+    assert "odd.json" in capsys.readouterr().err
