@@ -76,6 +76,8 @@ class FastTreeRunnable:
         entries = aux[0]
         slots = torch.where(entries >= 0, self._slots[entries.clamp(min=0).long()], entries)
         self._aux = (slots, *aux[1:])
+        # Preparation may have changed the tiles: running with those it was given drops queries.
+        self._tiles = (params.TSQs, params.TSKs)
 
     def run(self, layer: int) -> torch.Tensor:
         case = self._case
@@ -85,8 +87,7 @@ class FastTreeRunnable:
             case.v[layer],
             self._out[layer],
             *self._aux,
-            list(_QUERY_TILES[case.heads.group_size]),
-            list(_KV_TILES),
+            *self._tiles,
             case.sm_scale,
         )
         return self._out[layer]
