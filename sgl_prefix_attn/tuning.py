@@ -24,6 +24,7 @@ def default_tile_set(device: torch.device | str, heads: HeadConfig) -> TileSet:
             tail=TileConfig(tail_m, 32, requests=1),
             packed_tail=TileConfig(tail_m, 32, requests=requests) if requests > 1 else None,
             packed_len=32,
+            packed_tickets=1,
             num_ctas=CPU_CTAS,
         )
     sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -34,7 +35,7 @@ def default_tile_set(device: torch.device | str, heads: HeadConfig) -> TileSet:
         ),
         tail=TileConfig(tail_m, 64, num_warps=2, num_stages=3, requests=1),
         packed_tail=(
-            TileConfig(tail_m, 128, num_warps=4, num_stages=2, requests=requests)
+            TileConfig(tail_m, 64, num_warps=2, num_stages=2, requests=requests)
             if requests > 1
             else None
         ),

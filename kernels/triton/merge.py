@@ -40,19 +40,20 @@ def merge_kernel(
         i_slot = tl.load(p_merge + M_SLOT).to(tl.int64)
         count = tl.load(p_merge + M_COUNT)
         b_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
-        b_sum = tl.zeros([BLOCK_H], tl.float32)
-        b_acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
         for part in range(0, count):
             i_partial = (i_slot + part) * NUM_QO_HEADS + i_head
+            b_max = tl.maximum(b_max, tl.load(partial_lse_ptr + i_partial, mask=mask_h, other=0.0))
+        b_sum = tl.zeros([BLOCK_H], tl.float32)
+        b_acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+        # loads do not depend on earlier parts: unrolled, several are in flight
+        for part in tl.range(0, count, loop_unroll_factor=4):
+            i_partial = (i_slot + part) * NUM_QO_HEADS + i_head
             b_lse = tl.load(partial_lse_ptr + i_partial, mask=mask_h, other=0.0)
-            p_out = partial_out_ptr + i_partial[:, None] * HEAD_DIM + offs_d[None, :]
-            b_out = tl.load(p_out, mask=mask, other=0.0)
-            b_new_max = tl.maximum(b_max, b_lse)
-            b_scale = tl.exp2(b_max - b_new_max)
-            b_weight = tl.exp2(b_lse - b_new_max)
-            b_acc = b_acc * b_scale[:, None] + b_out * b_weight[:, None]
-            b_sum = b_sum * b_scale + b_weight
-            b_max = b_new_max
+            p_partial = partial_out_ptr + i_partial[:, None] * HEAD_DIM + offs_d[None, :]
+            b_out = tl.load(p_partial, mask=mask, other=0.0).to(tl.float32)
+            b_weight = tl.exp2(b_lse - b_max)
+            b_acc += b_out * b_weight[:, None]
+            b_sum += b_weight
         p_out = out_ptr + i_row * stride_out + i_head[:, None] * HEAD_DIM + offs_d[None, :]
         tl.store(p_out, (b_acc / b_sum[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
         if HAS_LSE:

@@ -30,6 +30,32 @@ from .common import (
 
 
 @triton.jit
+def _block(
+    n, end, b_q, b_max, b_sum, b_acc, p_k, p_v, p_slots, stride_k, stride_v, mask_d, qk_scale, cap,
+    BLOCK_N: tl.constexpr, PARTIAL: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
+):  # fmt: skip
+    """One KV block; only a block that ends beyond the stretch (PARTIAL) pays for masking."""
+    offs_n = n + tl.arange(0, BLOCK_N)
+    if PARTIAL:
+        mask_n = offs_n < end
+        b_index = tl.load(p_slots + offs_n, mask=mask_n, other=0).to(tl.int64)
+        mask_dn, mask_nd = mask_d[:, None] & mask_n[None, :], mask_n[:, None] & mask_d[None, :]
+    else:
+        b_index = tl.load(p_slots + offs_n).to(tl.int64)
+        mask_dn, mask_nd = mask_d[:, None], mask_d[None, :]
+    # [BLOCK_D, BLOCK_N]
+    b_k = tl.load(p_k[:, None] + b_index[None, :] * stride_k, mask=mask_dn, other=0.0)
+    b_s = tl.dot(b_q, b_k, input_precision="ieee") * qk_scale
+    if HAS_SOFT_CAP:
+        b_s = soft_cap(b_s, cap)
+    if PARTIAL:
+        b_s = tl.where(mask_n[None, :], b_s, float("-inf"))
+    # [BLOCK_N, BLOCK_D]
+    b_v = tl.load(p_v[None, :] + b_index[:, None] * stride_v, mask=mask_nd, other=0.0)
+    return attend(b_s, b_v, b_max, b_sum, b_acc)
+
+
+@triton.jit
 def shared_kernel(
     q_ptr,  # [>= B, Hq, D]
     k_ptr,  # [slots, Hkv, D]
@@ -90,21 +116,18 @@ def shared_kernel(
         b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         b_sum = tl.zeros([BLOCK_M], tl.float32)
         b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        for n in range(start, end, BLOCK_N):
-            offs_n = n + tl.arange(0, BLOCK_N)
-            mask_n = offs_n < end
-            b_index = tl.load(p_slots + offs_n, mask=mask_n, other=0).to(tl.int64)
-            # [BLOCK_D, BLOCK_N]
-            mask_dn = mask_d[:, None] & mask_n[None, :]
-            b_k = tl.load(p_k[:, None] + b_index[None, :] * stride_k, mask=mask_dn, other=0.0)
-            b_s = tl.dot(b_q, b_k, input_precision="ieee") * (sm_scale * LOG2_E)
-            if HAS_SOFT_CAP:
-                b_s = soft_cap(b_s, logits_soft_cap)
-            b_s = tl.where(mask_n[None, :], b_s, float("-inf"))
-            # [BLOCK_N, BLOCK_D]
-            mask_nd = mask_n[:, None] & mask_d[None, :]
-            b_v = tl.load(p_v[None, :] + b_index[:, None] * stride_v, mask=mask_nd, other=0.0)
-            b_max, b_sum, b_acc = attend(b_s, b_v, b_max, b_sum, b_acc)
+        whole = start + (end - start) // BLOCK_N * BLOCK_N
+        qk_scale = sm_scale * LOG2_E
+        for n in range(start, whole, BLOCK_N):
+            b_max, b_sum, b_acc = _block(
+                n, end, b_q, b_max, b_sum, b_acc, p_k, p_v, p_slots, stride_k, stride_v, mask_d,
+                qk_scale, logits_soft_cap, BLOCK_N, False, HAS_SOFT_CAP,
+            )  # fmt: skip
+        if whole < end:
+            b_max, b_sum, b_acc = _block(
+                whole, end, b_q, b_max, b_sum, b_acc, p_k, p_v, p_slots, stride_k, stride_v,
+                mask_d, qk_scale, logits_soft_cap, BLOCK_N, True, HAS_SOFT_CAP,
+            )  # fmt: skip
 
         store(
             b_acc, b_max, b_sum, b_row, b_slot, i_qo_head, mask_m, offs_d, mask_d,

@@ -8,6 +8,7 @@ import numpy as np
 
 from sgl_prefix_attn.kernels import layout
 from sgl_prefix_attn.plan.costs import CostModel
+from sgl_prefix_attn.plan.splits import choose_splits
 from sgl_prefix_attn.records import Packs
 
 
@@ -34,9 +35,9 @@ class TileSet:
     tail         for one request's tail
     packed_tail  for several short tails at once, or None
     packed_len   longest tail, in KV tokens, that is packed with others
+    packed_tickets  tickets that packed tails must still leave, else packing starves the GPU
     num_ctas     CTAs resident on the GPU, over which splits spread a long KV stretch
     min_split    KV tokens below which splitting does not pay
-    imbalance    longest item, in shares of the ideal time of one CTA, that is left unsplit
 
     The queues of a plan are numbered as `tiles`.
     """
@@ -47,7 +48,7 @@ class TileSet:
     packed_tail: TileConfig | None = None
     packed_len: int = 128
     min_split: int = 128
-    imbalance: float = 1.0
+    packed_tickets: int = 256
 
     def __post_init__(self):
         if not self.shared or len(self.tiles) > layout.MAX_TILES:
@@ -59,8 +60,8 @@ class TileSet:
             raise ValueError("tail must be a tails tile for one request")
         if self.packed_tail is not None and self.packed_tail.requests < 2:
             raise ValueError("packed_tail must be a tails tile for at least two requests")
-        if min(self.num_ctas, self.min_split, self.packed_len) < 1 or self.imbalance <= 0:
-            raise ValueError("num_ctas, min_split, packed_len and imbalance must be positive")
+        if min(self.num_ctas, self.min_split, self.packed_len, self.packed_tickets) < 1:
+            raise ValueError("num_ctas, min_split, packed_len, packed_tickets must be positive")
 
     @property
     def tiles(self) -> tuple[TileConfig, ...]:
@@ -95,9 +96,8 @@ def tile_packs(packs: Packs, tile_set: TileSet, costs: CostModel) -> Tiling:
 
     Shared packs round up: the smallest block_m that holds the pack's queries * group_size rows, and
     the largest one, several times, for more; of that block_m's tiles, the largest block_n not above
-    the KV length. Short tails of like length share a tile. A job is split when one of its items
-    would take longer than `imbalance` times the step's work divided over all CTAs (an
-    occupancy-aware form of PAT's mean rule).
+    the KV length. Short tails of like length share a tile, where enough of them remain to fill the
+    GPU. How far long KV is split is in plan/splits.py.
     Raises ValueError when the group is larger than the largest tile.
     """
     queries = np.diff(packs.query_offset)
@@ -108,8 +108,10 @@ def tile_packs(packs: Packs, tile_set: TileSet, costs: CostModel) -> Tiling:
     short = np.empty(0, tails.dtype)
     if packed:
         is_short = kv_len[tails] <= tile_set.packed_len
-        tails, short = tails[~is_short], tails[is_short]
-        short = short[np.argsort(-kv_len[short], kind="stable")]
+        tickets = np.count_nonzero(is_short) // packed.requests * costs.num_kv_heads
+        if tickets >= tile_set.packed_tickets:
+            tails, short = tails[~is_short], tails[is_short]
+            short = short[np.argsort(-kv_len[short], kind="stable")]
     order = np.concatenate([shared, tails, short])
     singles = shared.size + tails.size
     step = packed.requests if packed else 1
@@ -135,14 +137,18 @@ def tile_packs(packs: Packs, tile_set: TileSet, costs: CostModel) -> Tiling:
 
     block_m = np.array([t.block_m for t in tile_set.tiles])
     per_token = np.maximum(costs.kv_token, block_m[tile] * costs.mma_row)  # whole GPU, all heads
-    one_item = job_tokens * per_token / costs.num_kv_heads
-    work = one_item * costs.num_kv_heads * row_tiles + costs.item
-    share = work.sum() / tile_set.num_ctas * tile_set.imbalance
-    splits = np.ceil(one_item / share).astype(np.int64)
-    splits = np.minimum(splits, -(-job_len // tile_set.min_split))
-    splits = np.clip(splits, 1, -(-shortest // layout.SPLIT_UNIT))
+    # one CTA's time for a job's whole KV and one head
+    job_time = job_tokens * per_token / costs.num_kv_heads * tile_set.num_ctas
+    most = np.minimum(-(-job_len // tile_set.min_split), -(-shortest // layout.SPLIT_UNIT))
+    splits = choose_splits(
+        job_time,
+        row_tiles * costs.num_kv_heads,
+        np.maximum(most, 1),
+        overhead=costs.item * tile_set.num_ctas,
+        num_ctas=tile_set.num_ctas,
+    )
     columns = (order, offset, tile, row_tiles, per_tile, splits)
-    return Tiling(*(c.astype(np.int32) for c in columns), one_item / splits)
+    return Tiling(*(c.astype(np.int32) for c in columns), job_time / splits)
 
 
 def _select_shared(queries, kv_len, tiles: tuple[TileConfig, ...], group: int):
