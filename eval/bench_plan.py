@@ -1,0 +1,199 @@
+"""python -m eval.bench_plan [--json OUT]: what a decode step costs on the host, on one core.
+
+Requests and radix nodes look like SGLang's, so the walk of the tree is measured too, and each step
+goes through the code that a server runs (StepPreparer: decide, check the plan's lifetime, walk,
+plan, count). Prints medians:
+
+    scratch  nothing known: walk all paths and plan
+    join     one request more than in the step before
+    leave    one request less
+    steady   nothing changed but the lengths
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from eval import provenance
+from eval.bench_kernel.trees import Tree
+from sgl_prefix_attn.envs import Settings
+from sgl_prefix_attn.metrics import StepCounters
+from sgl_prefix_attn.plan import Planner
+from sgl_prefix_attn.records import HeadConfig
+from sgl_prefix_attn.stepstate import StepPreparer
+from sgl_prefix_attn.tree import read_paths
+from sgl_prefix_attn.tuning import default_costs, default_tile_set
+
+# (batch, levels) -> milliseconds: scratch, join and leave, steady.
+TARGETS_MS = {(256, 4): {"scratch": 3.0, "join": 1.0, "leave": 1.0, "steady": 0.05}}
+BATCHES = (16, 64, 256, 1024)
+LEVELS = (1, 2, 3, 4, 5, 6)
+_HEADS = HeadConfig(32, 8, 128)
+_H100_CTAS = 264  # two on each of 132 SMs: without a GPU, plan for one
+_NODE_TOKENS = 128
+_PRIVATE_TOKENS = 37
+
+
+class RadixCache:
+    """Has the name by which tree.py knows SGLang's radix cache; it reads nothing of it."""
+
+
+RadixCache.__module__ = "sglang.srt.mem_cache.radix_cache"
+
+
+def tree_of(batch: int, levels: int) -> Tree:
+    """Level sizes in geometric progression from one root to a node for every request."""
+    if levels == 1:
+        return Tree((batch,), (_NODE_TOKENS,))
+    counts = [round(batch ** (i / (levels - 1))) for i in range(levels)]
+    return Tree(tuple(counts), (_NODE_TOKENS,) * levels)
+
+
+@dataclass(eq=False)
+class Node:
+    """The attributes of SGLang's TreeNode that are read; compared by identity, as there."""
+
+    parent: Node | None
+    id: int
+    value: torch.Tensor
+
+
+@dataclass(eq=False)
+class Request:
+    """The attributes of SGLang's Req that are read; compared by identity, as there."""
+
+    last_node: Node
+    cache_protected_len: int
+    req_pool_idx: int
+    kv: object = field(default_factory=object)
+
+    @property
+    def rid(self) -> str:
+        return str(self.req_pool_idx)
+
+
+def fake_requests(tree: Tree) -> list[Request]:
+    """One request for each leaf of the tree."""
+    root = Node(None, 0, torch.zeros(0, dtype=torch.int64))
+    made, above = 0, [root]
+    for level, (count, length) in enumerate(zip(tree.counts, tree.lengths, strict=True)):
+        parents = [above[tree.parent(level, i)] if level else root for i in range(count)]
+        value = torch.zeros(length, dtype=torch.int64)
+        above = [Node(parent, made + 1 + i, value) for i, parent in enumerate(parents)]
+        made += count
+    return [Request(node, tree.seq_len, i) for i, node in enumerate(above)]
+
+
+def measure(batch: int, levels: int, planner: Planner, repeats: int) -> dict:
+    """Median milliseconds of each kind of step, and of the walk and the planner alone."""
+    reqs = fake_requests(tree_of(batch + 1, levels))
+    fewer = reqs[:-1]
+    cache = RadixCache()
+    seq_lens = np.full(batch + 1, levels * _NODE_TOKENS + _PRIVATE_TOKENS, dtype=np.int64)
+    slots = torch.zeros(1, 1, dtype=torch.int32)  # read only under SGL_PREFIX_ATTN_CHECK
+    steps = StepPreparer(Settings(), planner, lambda plan: True, StepCounters())
+
+    def step(requests: list) -> None:
+        done = steps.prepare(requests, cache, seq_lens[: len(requests)], slots)
+        if not done.is_prefix:
+            raise RuntimeError(f"the step was not planned: {done.decision.reason}")
+
+    def scratch() -> None:
+        steps.lifetime.invalidate("capture")
+        step(fewer)
+
+    times = {"scratch": _median_ms(scratch, repeats)}
+    times["join"] = _median_ms(lambda: step(reqs), repeats, before=lambda: step(fewer))
+    times["leave"] = _median_ms(lambda: step(fewer), repeats, before=lambda: step(reqs))
+    step(fewer)
+
+    def grow() -> None:
+        seq_lens[:] += 1
+
+    plans_before = sum(steps.counters.plans.values())
+    steady = min(repeats, planner.headroom)
+    times["steady"] = _median_ms(lambda: step(fewer), steady, before=grow)
+    if sum(steps.counters.plans.values()) != plans_before:
+        raise RuntimeError("a steady step planned")
+    lens = seq_lens[:batch]
+    times["walk"] = _median_ms(lambda: read_paths(fewer, cache, lens), repeats)
+    paths = read_paths(fewer, cache, lens)
+    times["plan"] = _median_ms(lambda: planner.plan(paths), repeats)
+    return times
+
+
+def _median_ms(
+    work: Callable[[], object], repeats: int, before: Callable[[], object] | None = None
+) -> float:
+    times = []
+    for _ in range(repeats):
+        if before is not None:
+            before()
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e3
+
+
+def _planner(strategy: str) -> Planner:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tile_set = default_tile_set(device, _HEADS)
+    if device == "cpu":
+        tile_set = replace(tile_set, num_ctas=_H100_CTAS)
+    planner = Planner(
+        _HEADS, tile_set=tile_set, strategy=strategy, costs=default_costs(device, _HEADS)
+    )
+    planner.warm_up()
+    return planner
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m eval.bench_plan", description=__doc__)
+    parser.add_argument("--json", metavar="OUT")
+    parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
+    parser.add_argument("--levels", default=",".join(map(str, LEVELS)))
+    parser.add_argument("--strategy", default="calibrated")
+    parser.add_argument("--repeats", type=int, default=51)
+    args = parser.parse_args(argv)
+    try:
+        batches, levels = (
+            [int(x) for x in text.split(",")] for text in (args.batches, args.levels)
+        )
+        planner = _planner(args.strategy)
+    except ValueError as error:
+        parser.error(str(error))
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    names = ("scratch", "join", "leave", "steady", "walk", "plan")
+    print("host milliseconds a step, median, one core (walk and plan: the parts of scratch)")
+    print(f"{'requests':>8} {'levels':>6} {'nodes':>6}" + "".join(f"{n:>10}" for n in names))
+    rows, missed = [], []
+    for batch in batches:
+        for depth in levels:
+            times = measure(batch, depth, planner, args.repeats)
+            nodes = sum(tree_of(batch, depth).counts)
+            rows.append({"batch": batch, "levels": depth, "nodes": nodes, "ms": times})
+            cells = "".join(f"{times[name]:10.4f}" for name in names)
+            print(f"{batch:8} {depth:6} {nodes:6}{cells}", flush=True)
+            for name, limit in TARGETS_MS.get((batch, depth), {}).items():
+                if times[name] > limit:
+                    missed.append(f"{name} {times[name]:.3f} ms, target {limit} ms")
+    for line in missed:
+        print(f"target missed at 256 requests on 4 levels: {line}")
+    if args.json:
+        meta = provenance.collect("eval.bench_plan", argv, num_ctas=planner.tile_set.num_ctas)
+        provenance.save(args.json, meta, rows)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
