@@ -12,7 +12,7 @@ from rich.console import Console
 
 from eval.demo.report import Run, differences, render, summarize
 from eval.demo.server import Server, ServerError
-from eval.demo.workload import run_workload
+from eval.demo.workload import WorkloadError, run_workload
 from eval.tiny_model import write_tiny_llama
 
 BUILD = Path("build")
@@ -46,9 +46,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         ours = serve_workload(args.backend, model, gpu)
         stock = serve_workload("flashinfer" if gpu else "torch_native", model, gpu)
-    except (ServerError, RuntimeError) as error:
-        console.print(f"demo failed: {error}", style="bold red", markup=False)
-        return 1
+    except ServerError as error:
+        console.print(error.log_tail, style="dim", markup=False)
+        return fail(str(error))
+    except WorkloadError as error:
+        return fail(str(error))
 
     summary = summarize(ours, stock, sglang_version=version("sglang"), device=device)
     args.output.parent.mkdir(parents=True, exist_ok=True)
@@ -57,10 +59,14 @@ def main(argv: list[str] | None = None) -> int:
     console.print(f"written to {args.output}")
     different = differences(ours, stock)
     if different:
-        sentence = f"{len(different)} of {len(stock.outputs)} outputs differ, first {different[0]}"
-        console.print(f"demo failed: {sentence}", style="bold red", markup=False)
-        return 1
+        total = len(stock.outputs)
+        return fail(f"{len(different)} of {total} outputs differ, first {different[0]}")
     return 0
+
+
+def fail(sentence: str) -> int:
+    console.print(f"demo failed: {sentence}", style="bold red", markup=False)
+    return 1
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 
 START_LIMIT_S = 600
 STOP_LIMIT_S = 20
+LOG_TAIL_LINES = 30
 _SAMPLE = re.compile(r"^(?P<name>[\w:]+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
@@ -21,7 +22,11 @@ GPU_ARGUMENTS = ("--dtype=bfloat16", "--max-total-tokens=65536")
 
 
 class ServerError(RuntimeError):
-    """The server did not start or died; the message holds the end of its log."""
+    """The server did not start: one sentence, and the end of its log."""
+
+    def __init__(self, sentence: str, log_tail: str):
+        super().__init__(sentence)
+        self.log_tail = log_tail
 
 
 class Server:
@@ -83,16 +88,19 @@ class Server:
         """/metrics as {(name, sorted labels): value}."""
         return parse_metrics(_get(f"{self.url}/metrics"))
 
-    def log_tail(self, lines: int = 30) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+    def log_tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+
+    def _error(self, what: str) -> ServerError:
+        sentence = f"the SGLang server with --attention-backend {self.backend} {what} ({self.log})"
+        return ServerError(sentence, self.log_tail())
 
     def _wait_until_healthy(self) -> None:
         start = told = time.monotonic()
         while True:
             if self._process.poll() is not None:
-                code = self._process.returncode
-                message = f"the {self.backend} server ended with status {code}; end of {self.log}:"
-                raise ServerError(f"{message}\n{self.log_tail()}")
+                ended = f"ended with status {self._process.returncode} before it was healthy"
+                raise self._error(ended)
             try:
                 _get(f"{self.url}/health")
                 return
@@ -100,8 +108,7 @@ class Server:
                 pass
             now = time.monotonic()
             if now - start > START_LIMIT_S:
-                message = f"the {self.backend} server was not healthy after {START_LIMIT_S} s"
-                raise ServerError(f"{message}; end of {self.log}:\n{self.log_tail()}")
+                raise self._error(f"was not healthy after {START_LIMIT_S} s")
             if now - told > 10:
                 told = now
                 self._progress(f"  still starting after {now - start:.0f} s ({self.log})")

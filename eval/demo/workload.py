@@ -33,6 +33,10 @@ class Output:
     token_ids: tuple[int, ...]
 
 
+class WorkloadError(RuntimeError):
+    """A request failed; one sentence."""
+
+
 def system_prompt() -> str:
     """About 1500 tokens of the demo's tokenizer."""
     lines = ["You are a helpful assistant with tools. Call one tool at a time and wait for it.\n"]
@@ -54,17 +58,17 @@ def agent(s, question):
             call += f"call {number} of {tool}: "
             call += sgl.gen("result", max_tokens=CALL_TOKENS)
             calls.append((f"{tool} {number}", call))
+    outputs = [_output(name, call, "result") for name, call in calls]
     for name, call in calls:
         s += f"{name} returned: {call['result']}\n"
     s += "assistant: " + sgl.gen("answer", max_tokens=ANSWER_TOKENS)
     s += "\nuser: Explain the answer in one sentence.\nassistant: "
     s += sgl.gen("explanation", max_tokens=ANSWER_TOKENS)
-    outputs = [_output(name, call, "result") for name, call in calls]
     return outputs + [_output(name, s, name) for name in ("answer", "explanation")]
 
 
 def run_workload(url: str) -> list[Output]:
-    """All agents at once, greedy. Raises RuntimeError if a request failed."""
+    """All agents at once, greedy. Raises WorkloadError if a request failed."""
     endpoint = RuntimeEndpoint(url, chat_template_name="default")
     states = agent.run_batch(
         [{"question": question} for question in QUESTIONS],
@@ -83,5 +87,5 @@ def run_workload(url: str) -> list[Output]:
 def _output(name: str, state, variable: str) -> Output:
     info = state.get_meta_info(variable)
     if info is None:
-        raise RuntimeError(f"request {name!r} failed: {state.error()}")
+        raise WorkloadError(f"request {name!r} failed: {state.error()}")
     return Output(name, tuple(token for _, token, _ in info["output_token_logprobs"]))

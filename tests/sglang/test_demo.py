@@ -1,4 +1,4 @@
-"""The demo: end to end as `make demo` runs it, and its failure when an output is not the stock's."""
+"""The demo: end to end as `make demo` runs it, and how it fails."""
 
 import json
 import subprocess
@@ -49,8 +49,9 @@ def test_make_demo_end_to_end(tmp_path):
 def test_a_server_that_cannot_start_says_why(tmp_path):
     model = write_tiny_llama(tmp_path / "model")
     server = Server(model, "no_such_backend", gpu=False, workdir=tmp_path)
-    with pytest.raises(ServerError, match="invalid choice: 'no_such_backend'"), server:
+    with pytest.raises(ServerError, match="ended with status") as caught, server:
         pass
+    assert "invalid choice: 'no_such_backend'" in caught.value.log_tail
 
 
 @pytest.fixture
