@@ -1,0 +1,123 @@
+"""Real engines for tests: one subprocess a configuration and backend, several scenarios each."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 240
+
+STOCK = "torch_native"
+PREFIX = "prefix"
+
+
+@dataclass(frozen=True)
+class Config:
+    """Engine arguments and environment; scenarios as (name, fault) pairs."""
+
+    name: str
+    scenarios: tuple[tuple[str, str], ...]
+    engine: dict = field(default_factory=dict)
+    env: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Run:
+    """outputs and steps by (scenario, fault); log is all that the engine printed."""
+
+    outputs: dict
+    steps: dict
+    log: str
+
+
+def plain(*names: str) -> tuple[tuple[str, str], ...]:
+    """Scenarios without a fault."""
+    return tuple((name, "") for name in names)
+
+
+def start(config: Config, backend: str, model: Path, folder: Path) -> subprocess.Popen:
+    """Start the driver; read its results with finish()."""
+    folder.mkdir(parents=True)
+    _write_probe_entry_point(folder / "site")
+    job = {
+        "engine": {
+            "model_path": str(model),
+            "device": "cpu",
+            "attention_backend": backend,
+            "dtype": "float32",
+            "max_total_tokens": 8192,
+            "max_running_requests": 16,
+            "skip_server_warmup": True,
+            "log_level": "info",
+            **config.engine,
+        },
+        "scenarios": config.scenarios,
+        "steps": str(folder / "steps.jsonl"),
+        "fault": str(folder / "fault"),
+        "results": str(folder / "results.json"),
+    }
+    (folder / "job.json").write_text(json.dumps(job))
+    env = {key: value for key, value in os.environ.items() if not key.startswith("SGL_PREFIX")}
+    env |= {
+        "SGL_PREFIX_ATTN_CPU_PLATFORM": "1",
+        "PYTHONPATH": os.pathsep.join(
+            [str(folder / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        ).rstrip(os.pathsep),
+        # Two engines run side by side: threads that spin for each other cost ten times the work.
+        "OMP_NUM_THREADS": "1",
+        "PROBE_STEPS": job["steps"],
+        "PROBE_FAULT": job["fault"],
+        **config.env,
+    }
+    with (folder / "log").open("w") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.sglang.driver", str(folder / "job.json")],
+            cwd=folder,
+            env=env,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def finish(process: subprocess.Popen, folder: Path, expect_failure: bool = False) -> Run:
+    """Wait for a driver. Raises AssertionError with the end of its log when it failed."""
+    try:
+        code = process.wait(timeout=START_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        code = "a timeout"
+    finally:
+        _end(process)
+    log = (folder / "log").read_text(errors="replace")
+    if expect_failure:
+        assert code != 0, "the engine should not have started"
+        return Run({}, {}, log)
+    assert code == 0, f"engine ended with {code}:\n{log[-4000:]}"
+    results = json.loads((folder / "results.json").read_text())
+    key = [(result["scenario"], result["fault"]) for result in results]
+    return Run(
+        outputs={k: r["outputs"] for k, r in zip(key, results, strict=True)},
+        steps={k: r["steps"] for k, r in zip(key, results, strict=True)},
+        log=log,
+    )
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End the driver's own process group: SGLang's children outlive a parent that was killed."""
+    try:
+        os.killpg(process.pid, 9)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def _write_probe_entry_point(site: Path) -> None:
+    info = site / "prefix_attn_probe-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: prefix-attn-probe\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\nprefix_attn_probe = tests.sglang.probe:register\n"
+    )

@@ -1,0 +1,132 @@
+"""A test-only SGLang plugin: records every decode step and plants faults in the scheduler process.
+
+engine.py puts a dist-info folder with its entry point on the engine's path. Steps are appended to
+$PROBE_STEPS as JSON lines; the fault to plant is read from $PROBE_FAULT before each step, so that
+one engine serves many scenarios. Tests that compare outputs must fail under every fault here.
+"""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+
+def register():
+    steps, fault_file = os.environ.get("PROBE_STEPS"), os.environ.get("PROBE_FAULT")
+    if steps and fault_file:
+        from sgl_prefix_attn import execution, stepstate
+
+        _record_steps(stepstate, Path(steps), Path(fault_file))
+        _plant_faults(stepstate, execution, Path(fault_file))
+
+
+def _read(path: Path) -> str:
+    return path.read_text().strip() if path.exists() else ""
+
+
+def _record_steps(stepstate, steps: Path, fault_file: Path):
+    prepare = stepstate.StepPreparer.prepare
+    nth_step = {}
+
+    def recorded(self, reqs, tree_cache, seq_lens, req_to_token):
+        before = dict(self.counters.plans)
+        fault = _read(fault_file)
+        # "stock:5" forces the first five steps of a scenario to stock.
+        nth_step[fault] = nth_step.get(fault, 0) + 1
+        if fault.startswith("stock:") and nth_step[fault] <= int(fault.split(":")[1]):
+            settings, self.settings = (
+                self.settings,
+                dataclasses.replace(self.settings, policy="stock"),
+            )
+            try:
+                step = prepare(self, reqs, tree_cache, seq_lens, req_to_token)
+            finally:
+                self.settings = settings
+        else:
+            step = prepare(self, reqs, tree_cache, seq_lens, req_to_token)
+        after = dict(self.counters.plans)
+        plan = step.new_plan
+        record = {
+            "variant": step.decision.variant,
+            "reason": step.decision.reason,
+            "causes": [c for c in after if after[c] != before.get(c, 0)],
+            "requests": [req.rid for req in reqs],
+            "seq_lens": seq_lens.tolist(),
+            "nodes": plan.stats.num_nodes if plan else None,
+            "read": plan.stats.kv_tokens_read if plan else None,
+            "query_centric": plan.stats.kv_tokens_query_centric if plan else None,
+            "cross_check": step.cross_check,
+            "mismatches": self.counters.mismatches,
+        }
+        with steps.open("a") as out:
+            out.write(json.dumps(record) + "\n")
+        return step
+
+    stepstate.StepPreparer.prepare = recorded
+
+
+def _plant_faults(stepstate, execution, fault_file: Path):
+    read_paths, plan, append = (
+        stepstate.read_paths,
+        execution.Planner.plan,
+        execution.PlanExecutor.append,
+    )
+
+    def faulty_read_paths(*args):
+        paths = read_paths(*args)
+        if _read(fault_file) == "tree_off_by_one" and len(paths.length):
+            length = paths.length.copy()
+            length[0] -= 1
+            return dataclasses.replace(paths, length=length)
+        return paths
+
+    def faulty_plan(self, paths):
+        fault = _read(fault_file)
+        if fault == "planner_error":
+            raise ZeroDivisionError("planted")
+        good = plan(self, paths)
+        change = {"shared_node_dropped": _drop_shared_node, "tails_swapped": _swap_tails}.get(fault)
+        return good if change is None else dataclasses.replace(good, words=change(good))
+
+    def faulty_append(self, *args):
+        if _read(fault_file) != "not_appended":
+            append(self, *args)
+
+    stepstate.read_paths = faulty_read_paths
+    execution.Planner.plan = faulty_plan
+    execution.PlanExecutor.append = faulty_append
+
+
+def _drop_shared_node(plan) -> np.ndarray:
+    """Every item of the longest shared node keeps one token (an empty one would give NaN)."""
+    from sgl_prefix_attn.kernels import layout as L
+
+    words = plan.words.copy()
+    items = [
+        first + i * L.ITEM_WORDS
+        for first, count in words[L.H_QUEUES : L.HEADER_WORDS].reshape(-1, 2)
+        for i in range(count)
+    ]
+    shared = [at for at in items if words[at + L.I_LEN] != L.GROWS]
+    if shared:
+        longest = max(words[at + L.I_LEN] for at in shared)
+        for at in shared:
+            if words[at + L.I_LEN] == longest:
+                words[at + L.I_LEN] = 1
+                words[at + L.I_SPLIT] = 0
+                words[at + L.I_NUM_SPLITS] = 1
+    return words
+
+
+def _swap_tails(plan) -> np.ndarray:
+    """The first two requests' tail segments are copied from each other's rows."""
+    from sgl_prefix_attn.kernels import layout as L
+
+    words = plan.words.copy()
+    tails = np.flatnonzero(plan.packs.tail >= 0)[:2]
+    if len(tails) == 2:
+        a, b = (int(words[L.H_SEGMENTS] + i * L.SEGMENT_WORDS + L.S_ROW) for i in tails)
+        words[a], words[b] = words[b], words[a]
+    return words

@@ -1,0 +1,113 @@
+"""Request patterns on a running engine; each returns the output token ids of its requests.
+
+Joins are triggered by tokens that have come back, not by time, so every backend sees one pattern.
+"""
+
+import asyncio
+import random
+
+SYSTEM = [random.Random(7).randrange(260, 1000) for _ in range(96)]
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(260, 1000) for _ in range(count)]
+
+
+async def generate(engine, ids, new_tokens, *, extra_key=None, at=None):
+    """One greedy request; at = {n: event} sets each event when n tokens have come back."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    request = GenerateReqInput(
+        input_ids=ids,
+        sampling_params={"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
+        stream=True,
+        extra_key=extra_key,
+    )
+    output = []
+    async for chunk in engine.tokenizer_manager.generate_request(request, None):
+        output = chunk["output_ids"]
+        for count, event in (at or {}).items():
+            if len(output) >= count:
+                event.set()
+    return output
+
+
+async def after(event, request):
+    await event.wait()
+    return await request
+
+
+async def staggered(engine):
+    """Share, split, join and finish at different times."""
+    events = [asyncio.Event() for _ in range(5)]
+    a = SYSTEM + tokens(1, 20)
+    return await asyncio.gather(
+        generate(engine, a, 48, at={4: events[0], 10: events[1], 16: events[2]}),
+        generate(engine, SYSTEM + tokens(2, 11), 10),
+        # Splits the system prompt's node while the first request decodes.
+        after(events[0], generate(engine, SYSTEM[:50] + tokens(3, 30), 24)),
+        # Shares part of the first request's own prompt.
+        after(events[1], generate(engine, a[:105] + tokens(4, 5), 9, at={3: events[3]})),
+        after(events[2], generate(engine, tokens(5, 40), 12)),
+        # Leaves after one token: the batch decodes it once more at most.
+        after(events[3], generate(engine, SYSTEM + tokens(6, 3), 1)),
+    )
+
+
+async def duplicates(engine):
+    """Identical prompts at once: each is prefilled, then mapped to the first one's slots."""
+    ids = tokens(11, 65)
+    return await asyncio.gather(*(generate(engine, ids, 20) for _ in range(4)))
+
+
+async def late_prompt(engine):
+    """A long prompt arrives while others decode: chunked (and mixed) when the server does so."""
+    event = asyncio.Event()
+    others = [
+        generate(engine, SYSTEM + tokens(20 + i, 5 + i), 40, at={6: event} if i == 0 else None)
+        for i in range(3)
+    ]
+    return await asyncio.gather(
+        *others, after(event, generate(engine, SYSTEM[:32] + tokens(30, 260), 10))
+    )
+
+
+async def two_turns(engine):
+    """A second turn continues the first one's output, next to a sibling."""
+    ids = SYSTEM + tokens(40, 8)
+    first = await generate(engine, ids, 14)
+    second = ids + first + tokens(41, 6)
+    rest = await asyncio.gather(
+        generate(engine, second, 12), generate(engine, ids + first[:5] + tokens(42, 4), 12)
+    )
+    return [first, *rest]
+
+
+async def unshared(engine):
+    return await asyncio.gather(
+        *(generate(engine, tokens(50 + i, 30 + 7 * i), 10 + i) for i in range(4))
+    )
+
+
+async def extra_key(engine):
+    """Equal prompts that must not share: each key is a tree of its own."""
+    ids = tokens(60, 70)
+    keys = ["a", "a", "b", None]
+    return await asyncio.gather(
+        *(generate(engine, ids + tokens(61 + i, 3), 10, extra_key=k) for i, k in enumerate(keys))
+    )
+
+
+async def siblings(engine):
+    """Four requests under one prompt that is already cached, decoding together."""
+    await generate(engine, SYSTEM, 2)
+    return await asyncio.gather(
+        *(generate(engine, SYSTEM + tokens(70 + i, 6 + i), 24) for i in range(4))
+    )
+
+
+ALL = {
+    f.__name__: f
+    for f in (staggered, duplicates, late_prompt, two_turns, unshared, extra_key, siblings)
+}
