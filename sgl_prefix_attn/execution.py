@@ -29,9 +29,16 @@ def build(runner, heads: HeadConfig, settings: Settings) -> tuple[Planner, PlanE
         max_batch=runner.req_to_token_pool.size,
         max_tokens=runner.max_total_num_tokens,
         headroom=settings.headroom,
-        num_ctas=tile_set.num_ctas,
+        tile_set=tile_set,
     )
-    return planner, PlanExecutor(heads, device=runner.device, tile_set=tile_set, capacity=capacity)
+    executor = PlanExecutor(
+        heads,
+        device=runner.device,
+        dtype=runner.dtype,
+        tile_set=tile_set,
+        capacity=capacity,
+    )
+    return planner, executor
 
 
 def padding_plan(planner: Planner) -> Plan:

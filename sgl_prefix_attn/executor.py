@@ -23,20 +23,23 @@ class PlanTooLarge(RuntimeError):
 @dataclass(frozen=True)
 class Capacity:
     """Sizes of an executor's fixed workspace; memory is 4 bytes a word and index slot, and
-    4 * num_qo_heads * (head_dim + 1) bytes a partial row."""
+    num_qo_heads * (head_dim * dtype size + 8) bytes a partial row."""
 
     words: int
     index_slots: int
     partials: int
 
     @classmethod
-    def for_server(cls, max_batch: int, max_tokens: int, headroom: int, num_ctas: int) -> Capacity:
+    def for_server(
+        cls, max_batch: int, max_tokens: int, headroom: int, tile_set: TileSet
+    ) -> Capacity:
         """Enough for any forest of max_batch requests over max_tokens KV slots: every slot once,
         headroom and alignment for every request, and eight parts a request on average."""
+        ctas = tile_set.num_sms * max(tile.ctas_per_sm for tile in tile_set.tiles)
         return cls(
-            words=layout.HEADER_WORDS + 128 * max_batch + 64 * num_ctas,
+            words=layout.HEADER_WORDS + 128 * max_batch + 32 * ctas,
             index_slots=2 * max_tokens + (headroom + 32) * max_batch,
-            partials=8 * max_batch + 4 * num_ctas,
+            partials=8 * max_batch + 2 * ctas,
         )
 
     @classmethod
@@ -77,6 +80,7 @@ class PlanExecutor:
         heads: HeadConfig,
         *,
         device: torch.device | str,
+        dtype: torch.dtype,
         tile_set: TileSet,
         capacity: Capacity,
         parallel_tiles: bool = True,
@@ -95,7 +99,7 @@ class PlanExecutor:
             self._launch = launch
             self._forward = launch.ForwardLauncher(heads, tile_set, self.device, parallel_tiles)
             self._workspace = launch.new_workspace(
-                capacity.words, capacity.index_slots, capacity.partials, heads, self.device
+                capacity.words, capacity.index_slots, capacity.partials, heads, dtype, self.device
             )
             self._words, self._kv_indices = self._workspace.words, self._workspace.kv_indices
         else:

@@ -23,17 +23,17 @@ _MERGE_HEADS = 8
 class Workspace:
     """Device memory that the kernels share; its addresses never change, so that graphs may hold it.
 
-    words        int32 [words]              the plan
-    kv_indices   int32 [entries]            slots of every segment
-    partial_out  float32 [partials, Hq, D]
-    partial_lse  float32 [partials, Hq]     base 2
-    tickets      int32 [MAX_TILES]          0 between forwards
+    words          int32 [words]               the plan
+    kv_indices     int32 [entries]             slots of every segment
+    partial_out    [partials, Hq, D]           float16 for half-precision models, else float32
+    partial_state  float32 [partials, Hq, 2]   LSE in base 2, scale of the row
+    tickets        int32 [MAX_TILES]           0 between forwards
     """
 
     words: torch.Tensor
     kv_indices: torch.Tensor
     partial_out: torch.Tensor
-    partial_lse: torch.Tensor
+    partial_state: torch.Tensor
     tickets: torch.Tensor
 
 
@@ -97,7 +97,7 @@ class ForwardLauncher:
         tile, heads = self.tile_set.tiles[i_tile], self.heads
         args = (
             q, k_cache, v_cache, out, out if out_lse is None else out_lse, ws.partial_out,
-            ws.partial_lse, ws.words, ws.kv_indices, seq_lens, ws.tickets[i_tile:], 
+            ws.partial_state, ws.words, ws.kv_indices, seq_lens, ws.tickets[i_tile:], 
             q.stride(0), k_cache.stride(0), v_cache.stride(0), out.stride(0), sm_scale, soft_cap,
         )  # fmt: skip
         options = {
@@ -140,7 +140,7 @@ class ForwardLauncher:
         heads = self.heads
         block_h = min(_MERGE_HEADS, triton.next_power_of_2(heads.num_qo_heads))
         merge_kernel[(out.shape[0], triton.cdiv(heads.num_qo_heads, block_h))](
-            ws.partial_out, ws.partial_lse, out, out if out_lse is None else out_lse, ws.words,
+            ws.partial_out, ws.partial_state, out, out if out_lse is None else out_lse, ws.words,
             ws.tickets, out.stride(0),
             NUM_QO_HEADS=heads.num_qo_heads, HEAD_DIM=heads.head_dim,
             BLOCK_D=max(16, triton.next_power_of_2(heads.head_dim)), BLOCK_H=block_h,
@@ -149,14 +149,20 @@ class ForwardLauncher:
 
 
 def new_workspace(
-    words: int, index_slots: int, partials: int, heads: HeadConfig, device: torch.device
+    words: int,
+    index_slots: int,
+    partials: int,
+    heads: HeadConfig,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Workspace:
     """Allocate a workspace; an empty plan (no requests, no items) is loaded in it."""
     shape = (partials, heads.num_qo_heads)
+    partial_dtype = torch.float32 if dtype == torch.float32 else torch.float16
     return Workspace(
         words=torch.zeros(words, dtype=torch.int32, device=device),
         kv_indices=torch.zeros(index_slots, dtype=torch.int32, device=device),
-        partial_out=torch.empty(*shape, heads.head_dim, dtype=torch.float32, device=device),
-        partial_lse=torch.empty(shape, dtype=torch.float32, device=device),
+        partial_out=torch.empty(*shape, heads.head_dim, dtype=partial_dtype, device=device),
+        partial_state=torch.empty(*shape, 2, dtype=torch.float32, device=device),
         tickets=torch.zeros(layout.MAX_TILES, dtype=torch.int32, device=device),
     )

@@ -8,8 +8,7 @@ from sgl_prefix_attn.plan.costs import CostModel
 from sgl_prefix_attn.plan.tiles import TileConfig, TileSet
 from sgl_prefix_attn.records import HeadConfig
 
-CTAS_PER_SM = 2
-CPU_CTAS = 8
+CPU_SMS = 4
 
 
 def default_tile_set(device: torch.device | str, heads: HeadConfig) -> TileSet:
@@ -25,21 +24,20 @@ def default_tile_set(device: torch.device | str, heads: HeadConfig) -> TileSet:
             packed_tail=TileConfig(tail_m, 32, requests=requests) if requests > 1 else None,
             packed_len=32,
             packed_tickets=1,
-            num_ctas=CPU_CTAS,
+            num_sms=CPU_SMS,
         )
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
     return TileSet(
         shared=(
-            TileConfig(max(16, tail_m), 64, num_warps=4, num_stages=3),
-            TileConfig(max(64, tail_m), 64, num_warps=4, num_stages=5),
+            TileConfig(max(16, tail_m), 64, num_warps=4, num_stages=3, ctas_per_sm=3),
+            TileConfig(max(64, tail_m), 64, num_warps=4, num_stages=5, ctas_per_sm=2),
         ),
-        tail=TileConfig(tail_m, 64, num_warps=2, num_stages=3, requests=1),
+        tail=TileConfig(tail_m, 64, num_warps=2, num_stages=3, requests=1, ctas_per_sm=4),
         packed_tail=(
-            TileConfig(tail_m, 64, num_warps=2, num_stages=2, requests=requests)
+            TileConfig(tail_m, 64, num_warps=2, num_stages=2, requests=requests, ctas_per_sm=4)
             if requests > 1
             else None
         ),
-        num_ctas=CTAS_PER_SM * sms,
+        num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
     )
 
 

@@ -192,6 +192,7 @@ class PrefixDecodeWrapper:
             self._executor = PlanExecutor(
                 self.heads,
                 device=self.device,
+                dtype=self.dtype,
                 tile_set=self._tile_set,
                 capacity=have.grown_to(need),
             )

@@ -62,7 +62,7 @@ def store(
     out_ptr,
     out_lse_ptr,
     partial_out_ptr,
-    partial_lse_ptr,
+    partial_state_ptr,
     stride_out,
     NUM_QO_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -81,10 +81,13 @@ def store(
     )
     if HAS_LSE:
         tl.store(out_lse_ptr + b_row * NUM_QO_HEADS + i_qo_head, b_lse, mask=direct)
+    # half-precision partial rows are scaled to [-1, 1]: exact range, 11 bits of the row's largest
     i_partial = b_slot.to(tl.int64) * NUM_QO_HEADS + i_qo_head
+    b_scale = tl.maximum(tl.max(tl.abs(b_acc), 1), 1e-30)
     tl.store(
         partial_out_ptr + i_partial[:, None] * HEAD_DIM + offs_d[None, :],
-        b_acc.to(partial_out_ptr.dtype.element_ty),
+        (b_acc / b_scale[:, None]).to(partial_out_ptr.dtype.element_ty),
         mask=partial[:, None] & mask_d[None, :],
     )
-    tl.store(partial_lse_ptr + i_partial, b_lse, mask=partial)
+    tl.store(partial_state_ptr + i_partial * 2, b_lse, mask=partial)
+    tl.store(partial_state_ptr + i_partial * 2 + 1, b_scale, mask=partial)

@@ -12,8 +12,8 @@ M_ROW, M_SLOT, M_COUNT = tl.constexpr(L.M_ROW), tl.constexpr(L.M_SLOT), tl.const
 
 @triton.jit
 def merge_kernel(
-    partial_out_ptr,  # float32 [partials, Hq, D]
-    partial_lse_ptr,  # float32 [partials, Hq], base 2
+    partial_out_ptr,  # [partials, Hq, D]
+    partial_state_ptr,  # float32 [partials, Hq, 2]: LSE in base 2, scale of the row
     out_ptr,  # [>= B, Hq, D]
     out_lse_ptr,  # float32 [>= B, Hq], base 2, written where HAS_LSE
     plan_ptr,  # int32 [words]
@@ -42,17 +42,19 @@ def merge_kernel(
         b_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
         for part in range(0, count):
             i_partial = (i_slot + part) * NUM_QO_HEADS + i_head
-            b_max = tl.maximum(b_max, tl.load(partial_lse_ptr + i_partial, mask=mask_h, other=0.0))
+            b_lse = tl.load(partial_state_ptr + i_partial * 2, mask=mask_h, other=0.0)
+            b_max = tl.maximum(b_max, b_lse)
         b_sum = tl.zeros([BLOCK_H], tl.float32)
         b_acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
         # loads do not depend on earlier parts: unrolled, several are in flight
         for part in tl.range(0, count, loop_unroll_factor=4):
             i_partial = (i_slot + part) * NUM_QO_HEADS + i_head
-            b_lse = tl.load(partial_lse_ptr + i_partial, mask=mask_h, other=0.0)
+            b_lse = tl.load(partial_state_ptr + i_partial * 2, mask=mask_h, other=0.0)
+            b_scale = tl.load(partial_state_ptr + i_partial * 2 + 1, mask=mask_h, other=0.0)
             p_partial = partial_out_ptr + i_partial[:, None] * HEAD_DIM + offs_d[None, :]
             b_out = tl.load(p_partial, mask=mask, other=0.0).to(tl.float32)
             b_weight = tl.exp2(b_lse - b_max)
-            b_acc += b_out * b_weight[:, None]
+            b_acc += b_out * (b_weight * b_scale)[:, None]
             b_sum += b_weight
         p_out = out_ptr + i_row * stride_out + i_head[:, None] * HEAD_DIM + offs_d[None, :]
         tl.store(p_out, (b_acc / b_sum[:, None]).to(out_ptr.dtype.element_ty), mask=mask)

@@ -40,7 +40,7 @@ def tails_kernel(
     out_ptr,  # [>= B, Hq, D]
     out_lse_ptr,  # float32 [>= B, Hq], base 2, written where HAS_LSE
     partial_out_ptr,  # [partials, Hq, D]
-    partial_lse_ptr,  # float32 [partials, Hq], base 2
+    partial_state_ptr,  # float32 [partials, Hq, 2]: LSE in base 2, scale of the row
     plan_ptr,  # int32 [words]
     kv_indices_ptr,  # int32 [entries]
     seq_lens_ptr,  # int [>= B]
@@ -130,7 +130,7 @@ def tails_kernel(
 
         store(
             b_acc, b_max, b_sum, b_row, b_slot, i_qo_head, mask_m, offs_d, mask_d,
-            out_ptr, out_lse_ptr, partial_out_ptr, partial_lse_ptr, stride_out,
+            out_ptr, out_lse_ptr, partial_out_ptr, partial_state_ptr, stride_out,
             NUM_KV_HEADS * GROUP, HEAD_DIM, HAS_LSE,
         )  # fmt: skip
         ticket = next_ticket

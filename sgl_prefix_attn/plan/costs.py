@@ -7,15 +7,16 @@ from dataclasses import dataclass
 
 from sgl_prefix_attn.records import HeadConfig
 
-# Sustained rates of whole GPUs: bandwidth in bytes/us of a paged gather, mma in flop/us of
-# attention's two products, item in us a work item costs besides its bytes (spread over all CTAs).
-# H100: bandwidth as FlashInfer and FA3 reach it on 256 x 4096 unshared tokens; the others are
-# starting points until `sgl-prefix-attn calibrate` measures them.
+# Sustained rates of whole GPUs: bandwidth in bytes/us of a paged gather, mma in flop/us of the
+# shared kernel's two products, item in us that a CTA needs for a work item besides its KV, ctas
+# CTAs over which items spread. H100: bandwidth as FlashInfer and FA3 reach it on 256 x 4096
+# unshared tokens, the others from docs/kernel-log.md; the rest are starting points until
+# `sgl-prefix-attn calibrate` measures them.
 GPU_CONSTANTS = {
-    "H100": {"bandwidth": 3.0e6, "mma": 300e6, "item": 0.010},
-    "H200": {"bandwidth": 4.2e6, "mma": 300e6, "item": 0.010},
-    "A100": {"bandwidth": 1.7e6, "mma": 160e6, "item": 0.015},
-    "other": {"bandwidth": 1.0e6, "mma": 100e6, "item": 0.020},
+    "H100": {"bandwidth": 3.0e6, "mma": 300e6, "item": 2.6, "ctas": 396},
+    "H200": {"bandwidth": 4.2e6, "mma": 300e6, "item": 2.6, "ctas": 396},
+    "A100": {"bandwidth": 1.7e6, "mma": 150e6, "item": 3.0, "ctas": 324},
+    "other": {"bandwidth": 1.0e6, "mma": 100e6, "item": 3.0, "ctas": 200},
 }
 
 
@@ -27,7 +28,8 @@ class CostModel:
     mma_row    us of tensor-core time for one KV token times one row of a KV head's tile, times
                the number of KV heads; rows are queries * group_size rounded up to row_step
     partial    us to write and read back one query's partial result for all query heads
-    item       us for one work item
+    item       us that one CTA needs for a work item besides its KV
+    pack       the same, for all items of a pack, in us of the whole GPU
     row_step   granularity of a tile's rows
     """
 
@@ -35,12 +37,13 @@ class CostModel:
     mma_row: float
     partial: float
     item: float
+    pack: float
     group_size: int
     num_kv_heads: int
     row_step: int = 16
 
     def __post_init__(self):
-        for name in ("kv_token", "mma_row", "partial", "item"):
+        for name in ("kv_token", "mma_row", "partial", "item", "pack"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must be finite and >= 0, got {value!r}")
@@ -53,8 +56,9 @@ class CostModel:
         return cls(
             kv_token=2 * hkv * d * kv_bytes / row["bandwidth"],
             mma_row=4 * hkv * d / row["mma"],
-            partial=partial_bytes(heads) / row["bandwidth"],
+            partial=partial_bytes(heads, kv_bytes) / row["bandwidth"],
             item=row["item"],
+            pack=row["item"] * hkv / row["ctas"],
             group_size=heads.group_size,
             num_kv_heads=hkv,
         )
@@ -65,13 +69,15 @@ class CostModel:
         return cls(
             kv_token=2 * heads.num_kv_heads * heads.head_dim * kv_bytes,
             mma_row=0.0,
-            partial=partial_bytes(heads),
+            partial=partial_bytes(heads, kv_bytes),
             item=0.0,
+            pack=0.0,
             group_size=heads.group_size,
             num_kv_heads=heads.num_kv_heads,
         )
 
 
-def partial_bytes(heads: HeadConfig) -> int:
-    """Bytes that one query's partial result moves: float32 output and LSE, written and read."""
-    return 2 * 4 * heads.num_qo_heads * (heads.head_dim + 1)
+def partial_bytes(heads: HeadConfig, kv_bytes: int) -> int:
+    """Bytes that one query's partial result moves, written and read: the output in the model's
+    width, LSE and scale in float32."""
+    return 2 * heads.num_qo_heads * (heads.head_dim * kv_bytes + 8)

@@ -38,30 +38,30 @@ def _columns(forest: Forest):
 
 def _scalars(costs: CostModel):
     return (
-        costs.kv_token, costs.mma_row, costs.partial, costs.item, costs.group_size, costs.row_step,
+        costs.kv_token, costs.mma_row, costs.partial, costs.pack, costs.group_size, costs.row_step,
     )  # fmt: skip
 
 
 @njit(cache=True)
-def _pack_cost(kv_len, queries, kv_token, mma_row, item, group_size, row_step):
+def _pack_cost(kv_len, queries, kv_token, mma_row, fixed, group_size, row_step):
     """Time of one pack without its partial results."""
     if queries == 0:
         return 0.0
     rows = -(-(queries * group_size) // row_step) * row_step
-    return max(kv_len * kv_token, kv_len * rows * mma_row) + item
+    return max(kv_len * kv_token, kv_len * rows * mma_row) + fixed
 
 
 @njit(cache=True)
-def _tail_cost(kv_start, seq_len, kv_token, mma_row, partial, item, group_size, row_step):
+def _tail_cost(kv_start, seq_len, kv_token, mma_row, partial, fixed, group_size, row_step):
     """A request's own pack; from position 0 it is the only part and needs no merging."""
-    cost = _pack_cost(seq_len - kv_start, 1, kv_token, mma_row, item, group_size, row_step)
+    cost = _pack_cost(seq_len - kv_start, 1, kv_token, mma_row, fixed, group_size, row_step)
     return cost + (partial if kv_start > 0 else 0.0)
 
 
 @njit(cache=True)
 def _evaluate(
     parent, start, end, num_queries, tail_parent, tail_start, seq_lens,
-    node_merged, tail_merged, kv_token, mma_row, partial, item, group_size, row_step,
+    node_merged, tail_merged, kv_token, mma_row, partial, fixed, group_size, row_step,
 ):  # fmt: skip
     num_nodes = parent.size
     begin = start.copy()  # where the node's pack begins
@@ -77,11 +77,11 @@ def _evaluate(
             kv_start = begin[tail_parent[row]]
             queries[tail_parent[row]] -= 1
         total += _tail_cost(
-            kv_start, seq_lens[row], kv_token, mma_row, partial, item, group_size, row_step
+            kv_start, seq_lens[row], kv_token, mma_row, partial, fixed, group_size, row_step
         )
     for i in range(num_nodes):
         cost = _pack_cost(
-            end[i] - begin[i], queries[i], kv_token, mma_row, item, group_size, row_step
+            end[i] - begin[i], queries[i], kv_token, mma_row, fixed, group_size, row_step
         )
         total += cost + queries[i] * partial
     return total
@@ -90,7 +90,7 @@ def _evaluate(
 @njit(cache=True)
 def _solve(
     parent, start, end, num_queries, tail_parent, tail_start, seq_lens,
-    kv_token, mma_row, partial, item, group_size, row_step,
+    kv_token, mma_row, partial, fixed, group_size, row_step,
 ):  # fmt: skip
     num_nodes, batch = parent.size, tail_parent.size
     # children of each node as CSR: ids below num_nodes are nodes, the others tails
@@ -135,7 +135,7 @@ def _solve(
                 row = child - num_nodes
                 weight[j] = 1
                 keep[j] = partial + _tail_cost(
-                    tail_start[row], seq_lens[row], kv_token, mma_row, partial, item,
+                    tail_start[row], seq_lens[row], kv_token, mma_row, partial, fixed,
                     group_size, row_step,
                 )  # fmt: skip
             else:
@@ -148,7 +148,7 @@ def _solve(
                 if child >= num_nodes:
                     push[j] = _tail_cost(
                         start[ancestor], seq_lens[child - num_nodes], kv_token, mma_row, partial,
-                        item, group_size, row_step,
+                        fixed, group_size, row_step,
                     )  # fmt: skip
                 else:
                     push[j] = best[state[child] + k + 1]
@@ -160,7 +160,7 @@ def _solve(
                 cost += keep[order[j]] - push[order[j]]
                 queries += weight[order[j]]
                 with_pack = cost + _pack_cost(
-                    kv_len, queries, kv_token, mma_row, item, group_size, row_step
+                    kv_len, queries, kv_token, mma_row, fixed, group_size, row_step
                 )
                 # on a tie the larger pack wins: it reads no more and leaves fewer long tails
                 if with_pack <= lowest:

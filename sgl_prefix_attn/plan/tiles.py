@@ -16,8 +16,9 @@ from sgl_prefix_attn.records import Packs
 class TileConfig:
     """One compiled forward kernel: rows x KV tokens of a tile, and how the compiler builds it.
 
-    requests 0: the shared kernel, all rows over the same KV; otherwise the tails kernel with up to
-    that many requests side by side in a tile (a power of two).
+    requests     0: the shared kernel, all rows over the same KV; otherwise the tails kernel with
+                 up to that many requests side by side in a tile (a power of two)
+    ctas_per_sm  CTAs that fit an SM by the compiler's report; more bytes are in flight with more
     """
 
     block_m: int
@@ -25,6 +26,7 @@ class TileConfig:
     num_warps: int = 4
     num_stages: int = 3
     requests: int = 0
+    ctas_per_sm: int = 2
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class TileSet:
     packed_tail  for several short tails at once, or None
     packed_len   longest tail, in KV tokens, that is packed with others
     packed_tickets  tickets that packed tails must still leave, else packing starves the GPU
-    num_ctas     CTAs resident on the GPU, over which splits spread a long KV stretch
+    num_sms      multiprocessors, over which splits spread a long KV stretch
     min_split    KV tokens below which splitting does not pay
 
     The queues of a plan are numbered as `tiles`.
@@ -44,7 +46,7 @@ class TileSet:
 
     shared: tuple[TileConfig, ...]
     tail: TileConfig
-    num_ctas: int
+    num_sms: int
     packed_tail: TileConfig | None = None
     packed_len: int = 128
     min_split: int = 128
@@ -60,8 +62,8 @@ class TileSet:
             raise ValueError("tail must be a tails tile for one request")
         if self.packed_tail is not None and self.packed_tail.requests < 2:
             raise ValueError("packed_tail must be a tails tile for at least two requests")
-        if min(self.num_ctas, self.min_split, self.packed_len, self.packed_tickets) < 1:
-            raise ValueError("num_ctas, min_split, packed_len, packed_tickets must be positive")
+        if min(self.num_sms, self.min_split, self.packed_len, self.packed_tickets) < 1:
+            raise ValueError("num_sms, min_split, packed_len, packed_tickets must be at least 1")
 
     @property
     def tiles(self) -> tuple[TileConfig, ...]:
@@ -136,17 +138,21 @@ def tile_packs(packs: Packs, tile_set: TileSet, costs: CostModel) -> Tiling:
         row_tiles[: shared.size], per_tile[: shared.size] = chosen[1:]
 
     block_m = np.array([t.block_m for t in tile_set.tiles])
+    ctas = tile_set.num_sms * np.array([t.ctas_per_sm for t in tile_set.tiles])
     per_token = np.maximum(costs.kv_token, block_m[tile] * costs.mma_row)  # whole GPU, all heads
-    # one CTA's time for a job's whole KV and one head
-    job_time = job_tokens * per_token / costs.num_kv_heads * tile_set.num_ctas
+    # one CTA's time for a job's whole KV and one head, with its tile's CTAs on every SM
+    job_time = job_tokens * per_token / costs.num_kv_heads * ctas[tile]
     most = np.minimum(-(-job_len // tile_set.min_split), -(-shortest // layout.SPLIT_UNIT))
-    splits = choose_splits(
-        job_time,
-        row_tiles * costs.num_kv_heads,
-        np.maximum(most, 1),
-        overhead=costs.item * tile_set.num_ctas,
-        num_ctas=tile_set.num_ctas,
-    )
+    splits = np.ones(job_len.size, np.int64)
+    for t in np.unique(tile):
+        jobs = np.flatnonzero(tile == t)
+        splits[jobs] = choose_splits(
+            job_time[jobs],
+            row_tiles[jobs] * costs.num_kv_heads,
+            most[jobs],
+            overhead=costs.item,
+            num_ctas=int(ctas[t]),
+        )
     columns = (order, offset, tile, row_tiles, per_tile, splits)
     return Tiling(*(c.astype(np.int32) for c in columns), job_time / splits)
 
