@@ -65,10 +65,11 @@ def has_pip(python: Path) -> bool:
 
 
 def key(gpu: bool) -> str:
-    """Digest of the requirement files, this directory's scripts, the Python version and the set."""
-    digest = hashlib.sha256(f"{gpu} {sys.version_info[:2]} {ROOT}".encode())
-    for path in (*sorted(HERE.glob("*.txt")), *sorted(HERE.glob("*.py")), ROOT / "pyproject.toml"):
-        digest.update(path.read_bytes())
+    """Digest of all that decides the environment's content."""
+    files = [HERE / name for name in (("gpu.txt",) if gpu else ("torch-cpu.txt", "cpu.txt"))]
+    digest = hashlib.sha256(f"{sys.version_info[:2]} {ROOT}".encode())
+    for path in (*files, *sorted(HERE.glob("*.py")), ROOT / "pyproject.toml"):
+        digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
