@@ -1,0 +1,1 @@
+"""Time per output token of a whole SGLang engine, backend against backend."""

@@ -1,0 +1,175 @@
+"""python -m eval.bench_engine: TPOT of SGLang with each attention backend, random weights.
+
+Every backend but the baseline is measured beside an engine of the baseline on the same GPU, one
+process each, alternating; the ratio is that of the medians. Dummy weights are fine for timing and
+useless for comparing outputs (eval.compare_outputs does that).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import tempfile
+from pathlib import Path
+
+from eval import provenance
+from eval.bench_engine import host_times
+from eval.bench_engine.runner import Samples, alternate, each_tpot_ms, tpot_ms
+from eval.bench_engine.workloads import NAMED, Workload, parse_workloads
+from eval.engine_process import EngineError, EngineProcess, backend_arguments, uses_prefix
+from eval.model_shapes import SHAPES, write_config
+
+# KV pool over what the largest workload needs: room for outputs of earlier generations.
+_POOL_MARGIN = 1.4
+
+
+def main(argv: list[str]) -> int:
+    args, workloads, new_tokens = _parse(argv)
+    backends = list(dict.fromkeys(args.backends.split(",")))
+    others = [b for b in backends if b != args.baseline]
+    groups = [[args.baseline, other] for other in others] or [[args.baseline]]
+    if args.baseline not in backends:
+        groups = [[other] for other in others]
+    meta = provenance.collect(
+        "eval.bench_engine", argv, model_shape=args.model_shape, baseline=args.baseline
+    )
+    rows: list[dict] = []
+    failed = False
+    for group in groups:
+        with tempfile.TemporaryDirectory(prefix="bench-engine-") as folder:
+            try:
+                _run_group(group, Path(folder), args, workloads, new_tokens, rows)
+            except EngineError as error:
+                failed = True
+                print(f"{' and '.join(group)} failed: {error}", file=sys.stderr)
+        if args.json and rows:
+            provenance.save(args.json, meta, rows)
+    return 1 if failed else 0
+
+
+def _run_group(group, folder: Path, args, workloads, new_tokens, rows: list[dict]) -> None:
+    model = write_config(folder / "model", args.model_shape)
+    arguments = _engine_arguments(args, model, workloads, new_tokens[1])
+    with contextlib.ExitStack() as stack:
+        engines, times = {}, {}
+        for backend in group:
+            home = folder / backend.replace("/", "-")
+            times[backend] = home / "host.json"
+            print(f"starting {backend}", flush=True)
+            engines[backend] = stack.enter_context(
+                EngineProcess(
+                    arguments | backend_arguments(backend),
+                    home,
+                    plugin=host_times.__name__ if uses_prefix(backend) else None,
+                    env={host_times.ENV: str(times[backend])},
+                )
+            )
+            print(f"{backend} is up after {engines[backend].start_s} s", flush=True)
+        for workload in workloads:
+            before = {backend: host_times.read(path) for backend, path in times.items()}
+            samples = alternate(
+                engines,
+                workload,
+                SHAPES[args.model_shape]["vocab_size"],
+                new_tokens,
+                args.alternations,
+                lambda text: print(text, flush=True),
+            )
+            base = tpot_ms(samples[args.baseline], new_tokens) if args.baseline in samples else None
+            for backend in group:
+                known = backend == args.baseline and any(
+                    r["backend"] == backend and r["workload"] == workload.name for r in rows
+                )
+                row = _row(backend, workload, args, samples[backend], new_tokens, base)
+                row["beside"] = next((b for b in group if b != backend), None)
+                row["host"] = host_times.read(times[backend], before[backend])
+                if not known:  # the baseline is measured again beside every other backend
+                    rows.append(row)
+                print(_text(row), flush=True)
+
+
+def _row(
+    backend: str, workload: Workload, args, samples: Samples, new_tokens, base: float | None
+) -> dict:
+    tpot = tpot_ms(samples, new_tokens)
+    return {
+        "backend": backend,
+        "workload": workload.name,
+        "page_size": args.page_size,
+        "batch": workload.batch,
+        "shared": workload.shared,
+        "private": workload.private,
+        "status": "ok",
+        "tpot_ms": tpot,
+        "ratio": None if base is None else tpot / base,
+        "baseline_tpot_ms": base,
+        "each_tpot_ms": each_tpot_ms(samples, new_tokens),
+        "seconds_short": samples.short,
+        "seconds_long": samples.long,
+    }
+
+
+def _text(row: dict) -> str:
+    each = row["each_tpot_ms"]
+    text = (
+        f"  {row['workload']:<10} {row['backend']:<14} TPOT {row['tpot_ms']:8.3f} ms "
+        f"({min(each):.3f} to {max(each):.3f})"
+    )
+    if row["ratio"] is not None:
+        text += f"  ratio {row['ratio']:.3f}"
+    if row["host"].get("steady_us") is not None:
+        text += f"  our host code {row['host']['steady_us']:.1f} us a steady step"
+    return text
+
+
+def _engine_arguments(args, model: Path, workloads: list[Workload], longest: int) -> dict:
+    batches = sorted({w.batch for w in workloads})
+    pool = int(_POOL_MARGIN * max(w.kv_tokens(longest) for w in workloads)) + 1024
+    arguments = {
+        "model_path": str(model),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "page_size": args.page_size,
+        "max_total_tokens": pool // 64 * 64,
+        "max_running_requests": max(batches),
+        "grammar_backend": "none",
+        "sampling_backend": "pytorch",
+        "random_seed": 1,
+        "log_level": "warning",
+    }
+    if args.device == "cpu":
+        return arguments | {"device": "cpu", "dtype": "float32", "skip_server_warmup": True}
+    return arguments | {
+        "mem_fraction_static": 0.88,
+        "cuda_graph_bs_decode": batches,
+        "disable_prefill_cuda_graph": True,
+    }
+
+
+def _parse(argv: list[str]):
+    parser = argparse.ArgumentParser(prog="python -m eval.bench_engine", description=__doc__)
+    parser.add_argument("--model-shape", default="llama3.1-8b", choices=list(SHAPES))
+    parser.add_argument(
+        "--backends", default="prefix,flashinfer", help="such as prefix,flashinfer,fa3,fa3/prefix"
+    )
+    parser.add_argument("--baseline", default="flashinfer")
+    parser.add_argument("--workloads", default=",".join(NAMED), help="or 64x8192+256")
+    parser.add_argument("--alternations", type=int, default=5)
+    parser.add_argument("--new-tokens", default="64,256", help="short and long generation")
+    parser.add_argument("--page-size", type=int, default=1)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--json", metavar="OUT")
+    args = parser.parse_args(argv)
+    try:
+        workloads = parse_workloads(args.workloads)
+        short, long = (int(x) for x in args.new_tokens.split(","))
+    except ValueError as error:
+        parser.error(str(error))
+    if not 0 < short < long or args.alternations < 1:
+        parser.error("--new-tokens must be SHORT,LONG and --alternations at least 1")
+    return args, workloads, (short, long)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

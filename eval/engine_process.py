@@ -1,0 +1,127 @@
+"""One SGLang engine in its own process group, driven from an evaluation.
+
+An evaluation may load a module of its own into the engine's processes (to time our code there, or
+to plant a fault): it is registered as an SGLang plugin through an entry point that exists only in
+the engine's work folder. The product knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from eval.engine_worker import MARK
+from eval.provenance import ROOT
+
+_LOG_TAIL_LINES = 25
+
+
+class EngineError(RuntimeError):
+    """The engine did not start, died, or refused a command; the message ends with its log."""
+
+
+class EngineProcess:
+    """Context manager. `start_s` is how long the engine took to be ready.
+
+    arguments  of sglang.Engine
+    plugin     dotted name of a module with a register() that SGLang calls in every process
+    """
+
+    def __init__(
+        self,
+        arguments: dict,
+        folder: Path,
+        *,
+        plugin: str | None = None,
+        env: dict[str, str] | None = None,
+    ):
+        folder.mkdir(parents=True)
+        site = folder / "site"
+        site.mkdir()
+        # A link to eval alone: the checkout itself on the path would hide other packages.
+        (site / "eval").symlink_to(ROOT / "eval", target_is_directory=True)
+        if plugin is not None:
+            _write_entry_point(site, plugin)
+        config = folder / "engine.json"
+        config.write_text(json.dumps(arguments))
+        self._log_path = folder / "log"
+        path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))
+        with self._log_path.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "eval.engine_worker", str(config)],
+                cwd=folder,
+                env={**os.environ, **(env or {}), "PYTHONPATH": path},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> EngineProcess:
+        try:
+            self.start_s = self._read()["start_s"]
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def ask(self, op: str, **arguments) -> dict:
+        """Answer of a command of engine_worker. Raises EngineError."""
+        try:
+            self._process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise EngineError(f"the engine is gone:\n{self.log_tail()}") from None
+        answer = self._read()
+        if "error" in answer:
+            raise EngineError(f"{op}: {answer['error']}\n{self.log_tail()}")
+        return answer
+
+    def log_tail(self) -> str:
+        lines = self._log_path.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-_LOG_TAIL_LINES:])
+
+    def close(self) -> None:
+        """End every process of the engine: SGLang's children outlive a parent that was killed."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait()
+        self._process.stdin.close()
+        self._process.stdout.close()
+
+    def _read(self) -> dict:
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                return json.loads(line[len(MARK) :])
+        raise EngineError(f"the engine ended with {self._process.wait()}:\n{self.log_tail()}")
+
+
+def backend_arguments(backend: str) -> dict:
+    """Engine arguments of a backend name; PREFILL/DECODE gives each its own."""
+    prefill, _, decode = backend.partition("/")
+    if not decode:
+        return {"attention_backend": backend}
+    return {"prefill_attention_backend": prefill, "decode_attention_backend": decode}
+
+
+def uses_prefix(backend: str) -> bool:
+    return backend.rpartition("/")[2] == "prefix"
+
+
+def _write_entry_point(site: Path, plugin: str) -> None:
+    info = site / "eval_plugin-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: eval-plugin\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(
+        f"[sglang.srt.plugins]\neval_plugin = {plugin}:register\n"
+    )
