@@ -35,7 +35,7 @@ class Capacity:
     ) -> Capacity:
         """Enough for any forest of max_batch requests over max_tokens KV slots: every slot once,
         headroom and alignment for every request, and eight parts a request on average."""
-        ctas = tile_set.num_sms * max(tile.ctas_per_sm for tile in tile_set.tiles)
+        ctas = 4 * tile_set.num_sms
         return cls(
             words=layout.HEADER_WORDS + 128 * max_batch + 32 * ctas,
             index_slots=2 * max_tokens + (headroom + 32) * max_batch,

@@ -28,12 +28,12 @@ def default_tile_set(device: torch.device | str, heads: HeadConfig) -> TileSet:
         )
     return TileSet(
         shared=(
-            TileConfig(max(16, tail_m), 64, num_warps=4, num_stages=3, ctas_per_sm=3),
-            TileConfig(max(64, tail_m), 64, num_warps=4, num_stages=5, ctas_per_sm=2),
+            TileConfig(max(16, tail_m), 64, num_warps=4, num_stages=3, fill=1.6),
+            TileConfig(max(64, tail_m), 64, num_warps=4, num_stages=5, fill=2.0),
         ),
-        tail=TileConfig(tail_m, 64, num_warps=2, num_stages=3, requests=1, ctas_per_sm=4),
+        tail=TileConfig(tail_m, 64, num_warps=2, num_stages=3, requests=1, fill=2.4),
         packed_tail=(
-            TileConfig(tail_m, 64, num_warps=2, num_stages=2, requests=requests, ctas_per_sm=4)
+            TileConfig(tail_m, 64, num_warps=2, num_stages=2, requests=requests, fill=2.4)
             if requests > 1
             else None
         ),

@@ -9,14 +9,15 @@ from sgl_prefix_attn.records import HeadConfig
 
 # Sustained rates of whole GPUs: bandwidth in bytes/us of a paged gather, mma in flop/us of the
 # shared kernel's two products, item in us that a CTA needs for a work item besides its KV, ctas
-# CTAs over which items spread. H100: bandwidth as FlashInfer and FA3 reach it on 256 x 4096
+# CTAs over which items spread, launch us a step costs however little there is to do. H100:
+# bandwidth as FlashInfer and FA3 reach it on 256 x 4096
 # unshared tokens, the others from docs/kernel-log.md; the rest are starting points until
 # `sgl-prefix-attn calibrate` measures them.
 GPU_CONSTANTS = {
-    "H100": {"bandwidth": 3.0e6, "mma": 300e6, "item": 2.6, "ctas": 396},
-    "H200": {"bandwidth": 4.2e6, "mma": 300e6, "item": 2.6, "ctas": 396},
-    "A100": {"bandwidth": 1.7e6, "mma": 150e6, "item": 3.0, "ctas": 324},
-    "other": {"bandwidth": 1.0e6, "mma": 100e6, "item": 3.0, "ctas": 200},
+    "H100": {"bandwidth": 3.0e6, "mma": 300e6, "item": 2.6, "ctas": 396, "launch": 8.0},
+    "H200": {"bandwidth": 4.2e6, "mma": 300e6, "item": 2.6, "ctas": 396, "launch": 8.0},
+    "A100": {"bandwidth": 1.7e6, "mma": 150e6, "item": 3.0, "ctas": 324, "launch": 10.0},
+    "other": {"bandwidth": 1.0e6, "mma": 100e6, "item": 3.0, "ctas": 200, "launch": 10.0},
 }
 
 
@@ -30,6 +31,7 @@ class CostModel:
     partial    us to write and read back one query's partial result for all query heads
     item       us that one CTA needs for a work item besides its KV
     pack       the same, for all items of a pack, in us of the whole GPU
+    launch     us that launching and merging a step cost, however little there is to do
     row_step   granularity of a tile's rows
     """
 
@@ -38,12 +40,13 @@ class CostModel:
     partial: float
     item: float
     pack: float
+    launch: float
     group_size: int
     num_kv_heads: int
     row_step: int = 16
 
     def __post_init__(self):
-        for name in ("kv_token", "mma_row", "partial", "item", "pack"):
+        for name in ("kv_token", "mma_row", "partial", "item", "pack", "launch"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must be finite and >= 0, got {value!r}")
@@ -59,6 +62,7 @@ class CostModel:
             partial=partial_bytes(heads, kv_bytes) / row["bandwidth"],
             item=row["item"],
             pack=row["item"] * hkv / row["ctas"],
+            launch=row["launch"],
             group_size=heads.group_size,
             num_kv_heads=hkv,
         )
@@ -72,6 +76,7 @@ class CostModel:
             partial=partial_bytes(heads, kv_bytes),
             item=0.0,
             pack=0.0,
+            launch=0.0,
             group_size=heads.group_size,
             num_kv_heads=heads.num_kv_heads,
         )

@@ -8,7 +8,6 @@ import numpy as np
 
 from sgl_prefix_attn.kernels import layout
 from sgl_prefix_attn.plan.costs import CostModel
-from sgl_prefix_attn.plan.splits import choose_splits
 from sgl_prefix_attn.records import Packs
 
 
@@ -18,7 +17,7 @@ class TileConfig:
 
     requests     0: the shared kernel, all rows over the same KV; otherwise the tails kernel with
                  up to that many requests side by side in a tile (a power of two)
-    ctas_per_sm  CTAs that fit an SM by the compiler's report; more bytes are in flight with more
+    fill         CTAs on every SM with which this tile reaches its full rate (measured)
     """
 
     block_m: int
@@ -26,7 +25,7 @@ class TileConfig:
     num_warps: int = 4
     num_stages: int = 3
     requests: int = 0
-    ctas_per_sm: int = 2
+    fill: float = 2.0
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,7 @@ class TileSet:
     packed_tickets  tickets that packed tails must still leave, else packing starves the GPU
     num_sms      multiprocessors, over which splits spread a long KV stretch
     min_split    KV tokens below which splitting does not pay
+    longest      share of the step's ideal time that one work item may take before it is split
 
     The queues of a plan are numbered as `tiles`.
     """
@@ -51,6 +51,7 @@ class TileSet:
     packed_len: int = 128
     min_split: int = 128
     packed_tickets: int = 256
+    longest: float = 0.75
 
     def __post_init__(self):
         if not self.shared or len(self.tiles) > layout.MAX_TILES:
@@ -62,6 +63,8 @@ class TileSet:
             raise ValueError("tail must be a tails tile for one request")
         if self.packed_tail is not None and self.packed_tail.requests < 2:
             raise ValueError("packed_tail must be a tails tile for at least two requests")
+        if self.longest <= 0:
+            raise ValueError(f"longest must be positive, got {self.longest}")
         if min(self.num_sms, self.min_split, self.packed_len, self.packed_tickets) < 1:
             raise ValueError("num_sms, min_split, packed_len, packed_tickets must be at least 1")
 
@@ -99,7 +102,9 @@ def tile_packs(packs: Packs, tile_set: TileSet, costs: CostModel) -> Tiling:
     Shared packs round up: the smallest block_m that holds the pack's queries * group_size rows, and
     the largest one, several times, for more; of that block_m's tiles, the largest block_n not above
     the KV length. Short tails of like length share a tile, where enough of them remain to fill the
-    GPU. How far long KV is split is in plan/splits.py.
+    GPU. A job is split so that no item takes longer than the whole step, were it spread evenly,
+    plus what launching and merging cost anyway (an occupancy-aware form of PAT's mean rule): finer
+    splits would only add partial results.
     Raises ValueError when the group is larger than the largest tile.
     """
     queries = np.diff(packs.query_offset)
@@ -138,21 +143,14 @@ def tile_packs(packs: Packs, tile_set: TileSet, costs: CostModel) -> Tiling:
         row_tiles[: shared.size], per_tile[: shared.size] = chosen[1:]
 
     block_m = np.array([t.block_m for t in tile_set.tiles])
-    ctas = tile_set.num_sms * np.array([t.ctas_per_sm for t in tile_set.tiles])
+    ctas = tile_set.num_sms * np.array([t.fill for t in tile_set.tiles])[tile]
     per_token = np.maximum(costs.kv_token, block_m[tile] * costs.mma_row)  # whole GPU, all heads
-    # one CTA's time for a job's whole KV and one head, with its tile's CTAs on every SM
-    job_time = job_tokens * per_token / costs.num_kv_heads * ctas[tile]
+    # one CTA's time for a job's whole KV and one head
+    job_time = job_tokens * per_token / costs.num_kv_heads * ctas
+    step = (row_tiles * costs.num_kv_heads * (job_time + costs.item) / ctas).sum()
+    splits = np.ceil(job_time / (tile_set.longest * (step + costs.launch))).astype(np.int64)
     most = np.minimum(-(-job_len // tile_set.min_split), -(-shortest // layout.SPLIT_UNIT))
-    splits = np.ones(job_len.size, np.int64)
-    for t in np.unique(tile):
-        jobs = np.flatnonzero(tile == t)
-        splits[jobs] = choose_splits(
-            job_time[jobs],
-            row_tiles[jobs] * costs.num_kv_heads,
-            most[jobs],
-            overhead=costs.item,
-            num_ctas=int(ctas[t]),
-        )
+    splits = np.clip(splits, 1, most)
     columns = (order, offset, tile, row_tiles, per_tile, splits)
     return Tiling(*(c.astype(np.int32) for c in columns), job_time / splits)
 
