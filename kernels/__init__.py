@@ -1,1 +1,1 @@
-"""Kernels and the word layout they share with the planner; imports neither sglang nor the package."""
+"""Kernels and the word layout they share with the planner; import nothing of the package."""

@@ -130,9 +130,7 @@ class PlanExecutor:
                 self._workspace, req_to_token, req_pool_indices, plan.packs.kv_start.size, longest
             )
         else:
-            reference.fill_segments(
-                self._words, req_to_token, req_pool_indices, self._kv_indices
-            )
+            reference.fill_segments(self._words, req_to_token, req_pool_indices, self._kv_indices)
         self.plan = plan
 
     def append(self, seq_lens: torch.Tensor, out_cache_loc: torch.Tensor) -> None:

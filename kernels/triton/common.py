@@ -20,7 +20,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def split_range(kv_len, i_split, num_splits):
-    """[start, end) tokens of split i_split: row-local (PersistentKV §3.3); see layout.SPLIT_UNIT."""
+    """[start, end) tokens of split i_split, row-local (PersistentKV §3.3); layout.SPLIT_UNIT."""
     units = (kv_len + SPLIT_UNIT - 1) // SPLIT_UNIT
     start = SPLIT_UNIT * (i_split * units // num_splits)
     end = tl.minimum(SPLIT_UNIT * ((i_split + 1) * units // num_splits), kv_len)

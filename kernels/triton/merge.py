@@ -59,4 +59,6 @@ def merge_kernel(
         p_out = out_ptr + i_row * stride_out + i_head[:, None] * HEAD_DIM + offs_d[None, :]
         tl.store(p_out, (b_acc / b_sum[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
         if HAS_LSE:
-            tl.store(out_lse_ptr + i_row * NUM_QO_HEADS + i_head, b_max + tl.log2(b_sum), mask=mask_h)
+            tl.store(
+                out_lse_ptr + i_row * NUM_QO_HEADS + i_head, b_max + tl.log2(b_sum), mask=mask_h
+            )
