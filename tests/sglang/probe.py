@@ -33,9 +33,8 @@ def _record_steps(stepstate, steps: Path, fault_file: Path):
     def recorded(self, reqs, tree_cache, seq_lens, req_to_token):
         before = dict(self.counters.plans)
         fault = _read(fault_file)
-        # "stock:5" forces the first five steps of a scenario to stock.
-        nth_step[fault] = nth_step.get(fault, 0) + 1
-        if fault.startswith("stock:") and nth_step[fault] <= int(fault.split(":")[1]):
+        nth = nth_step[fault] = nth_step.get(fault, -1) + 1
+        if _forces_stock(fault, nth):
             settings, self.settings = (
                 self.settings,
                 dataclasses.replace(self.settings, policy="stock"),
@@ -67,12 +66,16 @@ def _record_steps(stepstate, steps: Path, fault_file: Path):
     stepstate.StepPreparer.prepare = recorded
 
 
+def _forces_stock(fault: str, nth: int) -> bool:
+    """ "stock:6:11" forces the steps from 6 and below 11 of a scenario."""
+    name, *bounds = fault.split(",")[0].split(":")
+    return name == "stock" and int(bounds[0]) <= nth < int(bounds[1])
+
+
 def _plant_faults(stepstate, execution, fault_file: Path):
-    read_paths, plan, append = (
-        stepstate.read_paths,
-        execution.Planner.plan,
-        execution.PlanExecutor.append,
-    )
+    read_paths, plan = stepstate.read_paths, execution.Planner.plan
+    load, append = execution.PlanExecutor.load, execution.PlanExecutor.append
+    stale = stepstate.PlanLifetime.stale
 
     def faulty_read_paths(*args):
         paths = read_paths(*args)
@@ -90,12 +93,24 @@ def _plant_faults(stepstate, execution, fault_file: Path):
         change = {"shared_node_dropped": _drop_shared_node, "tails_swapped": _swap_tails}.get(fault)
         return good if change is None else dataclasses.replace(good, words=change(good))
 
+    def poisoned_load(self, *args):
+        # Entries that nobody writes point at the padding slot: an earlier scenario with the same
+        # slots must not have left the right ones there.
+        self._kv_indices.zero_()
+        load(self, *args)
+
     def faulty_append(self, *args):
         if _read(fault_file) != "not_appended":
             append(self, *args)
 
+    def faulty_stale(self, *args):
+        cause = stale(self, *args)
+        return None if _read(fault_file).endswith(f"ignore:{cause}") else cause
+
+    stepstate.PlanLifetime.stale = faulty_stale
     stepstate.read_paths = faulty_read_paths
     execution.Planner.plan = faulty_plan
+    execution.PlanExecutor.load = poisoned_load
     execution.PlanExecutor.append = faulty_append
 
 

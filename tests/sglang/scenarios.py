@@ -73,6 +73,16 @@ async def late_prompt(engine):
     )
 
 
+async def late_single_token(engine):
+    """A long prompt for one token arrives while others decode: it never joins their batch."""
+    event = asyncio.Event()
+    others = [
+        generate(engine, SYSTEM + tokens(25 + i, 5 + i), 30, at={8: event} if i == 0 else None)
+        for i in range(3)
+    ]
+    return await asyncio.gather(*others, after(event, generate(engine, tokens(31, 230), 1)))
+
+
 async def two_turns(engine):
     """A second turn continues the first one's output, next to a sibling."""
     ids = SYSTEM + tokens(40, 8)
@@ -109,5 +119,14 @@ async def siblings(engine):
 
 ALL = {
     f.__name__: f
-    for f in (staggered, duplicates, late_prompt, two_turns, unshared, extra_key, siblings)
+    for f in (
+        staggered,
+        duplicates,
+        late_prompt,
+        late_single_token,
+        two_turns,
+        unshared,
+        extra_key,
+        siblings,
+    )
 }

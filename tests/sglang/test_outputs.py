@@ -7,7 +7,14 @@ from tests.sglang.engine import Config, plain
 pytestmark = pytest.mark.engine
 
 EVERYTHING = plain(
-    "staggered", "duplicates", "late_prompt", "two_turns", "unshared", "extra_key", "siblings"
+    "staggered",
+    "duplicates",
+    "late_prompt",
+    "late_single_token",
+    "two_turns",
+    "unshared",
+    "extra_key",
+    "siblings",
 )
 CHECKED = {"SGL_PREFIX_ATTN_CHECK": "1", "SGL_PREFIX_ATTN_CHECK_EVERY": "2"}
 
@@ -28,7 +35,7 @@ NO_RADIX = Config(
 NO_OVERLAP = Config(
     "no_overlap",
     EVERYTHING,
-    {"disable_overlap_schedule": True},
+    {"disable_overlap_schedule": True, "chunked_prefill_size": 64, "enable_mixed_chunk": True},
     {"SGL_PREFIX_ATTN_HEADROOM": "5", "SGL_PREFIX_ATTN_STRATEGY": "naive", **CHECKED},
 )
 CONFIGS = (BASE, CHUNKED, PAGED, RETRACTED, NO_RADIX, NO_OVERLAP)

@@ -1,0 +1,69 @@
+"""What must not start, with a message that says what is supported."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from sgl_prefix_attn import patches, plugin
+from tests.sglang.engine import Config, plain
+
+
+def runner(**model):
+    config = {"is_encoder_decoder": False, **model}
+    use_mla = config.pop("use_mla_backend", False)
+    hf_config = SimpleNamespace(architectures=["SomeModel"])
+    return SimpleNamespace(
+        use_mla_backend=use_mla, model_config=SimpleNamespace(hf_config=hf_config, **config)
+    )
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [("STRATEGY", "fastest", "query | naive | compute | pat | calibrated")],
+)
+def test_a_bad_environment_value_stops_the_server(engines, name, value, allowed):
+    config = Config(f"bad_{name}", plain("siblings"), env={f"SGL_PREFIX_ATTN_{name}": value})
+    assert f"SGL_PREFIX_ATTN_{name}='{value}': allowed is {allowed}" in engines.failing(config)
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [({"use_mla_backend": True}, "MLA"), ({"is_encoder_decoder": True}, "encoder-decoder")],
+)
+def test_unsupported_models_are_refused_by_name(model, kind):
+    with pytest.raises(ValueError, match=f"SomeModel.*{kind}.*supported are decoder-only models"):
+        plugin.create(runner(**model))
+
+
+def test_another_sglang_is_refused_and_gets_no_hooks(monkeypatch):
+    monkeypatch.setattr(plugin.metadata, "version", lambda name: "0.5.99")
+    with pytest.raises(RuntimeError, match=r"SGLang 0\.5\.99 is installed, supported is 0\.5\.17"):
+        plugin.create(runner())
+    monkeypatch.setattr(plugin.metadata, "version", lambda name: "0.5.17+cu130")
+    assert plugin.version_problem() is None
+
+
+def test_a_hook_that_sglang_did_not_apply_is_named():
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    targets = [patch.TARGET for patch in patches.PATCHES]
+    if patches.missing() == targets:  # no other test of this process has applied them
+        with pytest.raises(RuntimeError) as error:
+            patches.verify_applied()
+        assert all(target in str(error.value) for target in targets)
+        assert "SGLang 0.5.17" in str(error.value) and "SGLANG_PLUGINS" in str(error.value)
+    plugin.register()
+    plugin.register()
+    HookRegistry.apply_hooks()
+    patches.verify_applied()
+
+
+def test_registration_offers_the_backend_once():
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
+
+    plugin.register()
+    plugin.register()
+    assert ATTENTION_BACKEND_CHOICES.count("prefix") == 1
+    assert ATTENTION_BACKENDS["prefix"] is plugin.create

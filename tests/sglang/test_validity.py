@@ -1,0 +1,58 @@
+"""When a plan stops being valid, reproduced on the real engine (conditions of lifetime.py)."""
+
+import pytest
+
+from tests.sglang.test_outputs import BASE, NO_OVERLAP, NO_RADIX
+
+pytestmark = pytest.mark.engine
+
+
+def causes(run, scenario):
+    """(cause, same requests as the step before) of every plan in a scenario."""
+    steps = run.steps[scenario, ""]
+    return [
+        (cause, i > 0 and step["requests"] == steps[i - 1]["requests"])
+        for i, step in enumerate(steps)
+        for cause in step["causes"]
+    ]
+
+
+def test_duplicates_are_mapped_to_other_slots_between_two_decode_steps(engines):
+    _, prefix = engines.both(BASE)
+    # Same four requests in the same order, all lengths as planned: only the slots moved.
+    steps = prefix.steps["duplicates", ""]
+    at = next(i for i, step in enumerate(steps) if "mapping" in step["causes"])
+    assert steps[at]["requests"] == steps[at - 1]["requests"]
+    assert steps[at]["seq_lens"] == [length + 1 for length in steps[at - 1]["seq_lens"]]
+
+
+def test_mixed_chunks_move_every_length(engines):
+    _, prefix = engines.both(NO_OVERLAP)
+    steps = prefix.steps["late_single_token", ""]
+    at = next(i for i, step in enumerate(steps) if "lengths" in step["causes"])
+    assert steps[at]["requests"] == steps[at - 1]["requests"]
+    # Several mixed steps came between, each moving every request by one token.
+    moved = {b - a for a, b in zip(steps[at - 1]["seq_lens"], steps[at]["seq_lens"], strict=True)}
+    assert len(moved) == 1 and moved.pop() > 2
+
+
+def test_joins_and_leaves_replan(engines):
+    _, prefix = engines.both(BASE)
+    found = [cause for cause, _ in causes(prefix, "staggered")]
+    assert found.count("composition") >= 4
+
+
+def test_a_full_headroom_replans(engines):
+    _, prefix = engines.both(NO_OVERLAP)
+    assert ("headroom", True) in causes(prefix, "siblings")
+
+
+def test_steady_steps_do_not_plan(engines):
+    _, prefix = engines.both(BASE)
+    steps = prefix.steps["siblings", ""]
+    assert sum(not step["causes"] for step in steps) > len(steps) / 2
+
+
+def test_retraction_without_a_tree_replans(engines):
+    _, prefix = engines.both(NO_RADIX)
+    assert "composition" in [cause for cause, _ in causes(prefix, "late_prompt")]
