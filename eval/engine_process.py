@@ -50,11 +50,12 @@ class EngineProcess:
         config.write_text(json.dumps(arguments))
         self._log_path = folder / "log"
         path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))
+        platform = {"SGL_PREFIX_ATTN_CPU_PLATFORM": "1"} if arguments.get("device") == "cpu" else {}
         with self._log_path.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "eval.engine_worker", str(config)],
                 cwd=folder,
-                env={**os.environ, **(env or {}), "PYTHONPATH": path},
+                env={**os.environ, **platform, **(env or {}), "PYTHONPATH": path},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
