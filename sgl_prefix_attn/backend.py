@@ -24,7 +24,7 @@ from sgl_prefix_attn import modelinfo, policy
 from sgl_prefix_attn.crosscheck import layer_mismatch
 from sgl_prefix_attn.envs import Settings
 from sgl_prefix_attn.execution import build, padding_plan
-from sgl_prefix_attn.metrics import PrometheusExporter, StepCounters
+from sgl_prefix_attn.metrics import StepCounters, process_exporter
 from sgl_prefix_attn.patches import batch_requests, verify_applied
 from sgl_prefix_attn.records import Decision
 from sgl_prefix_attn.stepstate import Step, StepPreparer
@@ -51,7 +51,7 @@ class PrefixAttnBackend(AttentionBackend):
         verify_applied()
         self.stock = create_stock(runner)
         self.counters = StepCounters(
-            PrometheusExporter()
+            process_exporter()
             if runner.server_args.enable_metrics and runner.ps.tp_rank == 0
             else None
         )
@@ -60,7 +60,7 @@ class PrefixAttnBackend(AttentionBackend):
         self.token_to_kv_pool = runner.token_to_kv_pool
         self._runner = runner
         self._model_problem = policy.unsupported_model(modelinfo.model_facts(runner))
-        planner = self._executor = None
+        planner = self._executor = self._padding = None
         if self._model_problem is None:
             planner, self._executor = build(runner, modelinfo.head_config(runner), settings)
             self._padding = Step(_CAPTURE, padding_plan(planner))
@@ -154,9 +154,7 @@ class PrefixAttnBackend(AttentionBackend):
         """Attention of one layer: q [B, Hq * D], k and v [B, Hkv, D]; returns [B, Hq * D]."""
         options = sorted(name for name, value in kwargs.items() if value is not None)
         if options and self._active.is_prefix:
-            self._only_stock(f"layer_option:{options[0]}")
-            self.stock.init_forward_metadata(forward_batch)
-            self._active = _UNOBSERVED
+            self._leave_prefix(options[0], forward_batch)
         if not self._active.is_prefix:
             return self.stock.forward_decode(
                 q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
@@ -200,6 +198,18 @@ class PrefixAttnBackend(AttentionBackend):
 
     def _append(self, forward_batch) -> None:
         self._executor.append(forward_batch.seq_lens, forward_batch.out_cache_loc)
+
+    def _leave_prefix(self, option: str, forward_batch) -> None:
+        """A layer wants something that the prefix kernels do not do: stock, from here on."""
+        if self._active is self._padding:
+            raise RuntimeError(
+                f"--attention-backend prefix: layers of this model pass `{option}` to attention, "
+                f"which prefix decode graphs do not support; use --disable-cuda-graph, or leave "
+                f"--attention-backend out to take SGLang's default"
+            )
+        self._only_stock(f"layer_option:{option}")
+        self.stock.init_forward_metadata(forward_batch)
+        self._active = _UNOBSERVED
 
     def _only_stock(self, reason: str) -> None:
         logger.warning("--attention-backend prefix: all steps run stock attention (%s)", reason)

@@ -7,6 +7,7 @@ when an exporter is built (in the backend's constructor), never with this module
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from dataclasses import dataclass, field
@@ -83,6 +84,12 @@ class PrometheusExporter:
 
     def mismatch(self) -> None:
         self._mismatches.inc()
+
+
+@functools.cache
+def process_exporter() -> PrometheusExporter:
+    """The exporter to /metrics: one a process, as SGLang may build several backends in one."""
+    return PrometheusExporter()
 
 
 @dataclass
