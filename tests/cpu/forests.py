@@ -1,0 +1,119 @@
+"""Random forests and planners that make small ones use every mechanism."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import strategies as st
+
+from sgl_prefix_attn.plan import CostModel, Planner, TileConfig, TileSet
+from sgl_prefix_attn.records import HeadConfig, PathTable
+
+LENGTHS = (1, 2, 7, 15, 16, 17, 31, 63, 64, 65, 130)
+
+
+def path_table(nodes, leaf, tails) -> PathTable:
+    """nodes [(parent, length)], leaf [node or -1], tails [tokens >= 1] -> PathTable."""
+    depth = []
+    for parent, length in nodes:
+        depth.append(length + (depth[parent] if parent >= 0 else 0))
+    seq_lens = [
+        tail + (depth[node] if node >= 0 else 0) for node, tail in zip(leaf, tails, strict=True)
+    ]
+    return PathTable(
+        parent=np.array([parent for parent, _ in nodes], np.int32),
+        length=np.array([length for _, length in nodes], np.int32),
+        node_id=np.arange(100, 100 + len(nodes), dtype=np.int64),
+        leaf=np.array(leaf, np.int32),
+        seq_lens=np.array(seq_lens, np.int32),
+    )
+
+
+def random_paths(seed: int, batch: int, num_nodes: int, lengths=LENGTHS, max_depth=6) -> PathTable:
+    """Several roots, chains, nodes without requests, empty paths, requests that share all."""
+    rng = np.random.default_rng(seed)
+    nodes, depth = [], []
+    for i in range(num_nodes):
+        # the larger of two: chains are as frequent as bushes
+        parent = int(rng.integers(-1, i, 2).max()) if i and rng.random() < 0.8 else -1
+        while parent >= 0 and depth[parent] >= max_depth:
+            parent = nodes[parent][0]
+        depth.append(1 + (depth[parent] if parent >= 0 else 0))
+        nodes.append((parent, int(rng.choice(lengths))))
+    # most requests meet at a few nodes and share the whole chain above them
+    spots = rng.integers(-1, num_nodes, 1 + batch // 4)
+    leaf = np.where(
+        rng.random(batch) < 0.7, rng.choice(spots, batch), rng.integers(-1, num_nodes, batch)
+    )
+    return path_table(nodes, leaf.tolist(), rng.choice(lengths, batch).tolist())
+
+
+@st.composite
+def path_tables(draw, max_nodes=10, max_batch=9, max_depth=6, lengths=LENGTHS, min_batch=1):
+    """Any forest up to these sizes; the sizes shrink, the shape comes from a seed, because drawn
+    edge by edge a third of all forests would share nothing."""
+    num_nodes = draw(st.sampled_from(range(max_nodes + 1)))
+    batch = draw(st.sampled_from(range(min_batch, max_batch + 1)))
+    seed = draw(st.integers(0, 2**32 - 1))
+    return random_paths(seed, batch, num_nodes, lengths, max_depth)
+
+
+def chain(paths: PathTable, row: int) -> list[int]:
+    """Nodes of a request's path, root first."""
+    nodes, node = [], int(paths.leaf[row])
+    while node >= 0:
+        nodes.append(node)
+        node = int(paths.parent[node])
+    return nodes[::-1]
+
+
+def owners(paths: PathTable, row: int) -> np.ndarray:
+    """For each KV position of a request: the node that holds it, or ~row where it is private."""
+    parts = [np.full(paths.length[node], node) for node in chain(paths, row)]
+    parts = np.concatenate([*parts, np.empty(0, np.int64)])
+    return np.concatenate([parts, np.full(paths.seq_lens[row] - parts.size, ~row)])
+
+
+def sharers(paths: PathTable, row: int) -> list[frozenset[int]]:
+    """For each KV position of a request: the requests that share it."""
+    below: dict[int, set[int]] = {}
+    for other in range(paths.leaf.size):
+        for node in chain(paths, other):
+            below.setdefault(node, set()).add(other)
+    return [frozenset(below[o]) if o >= 0 else frozenset([row]) for o in owners(paths, row)]
+
+
+def splitting_tiles(heads: HeadConfig, packed=True) -> TileSet:
+    """Small tiles that make short KV use every mechanism: row tiles, several block_n, packed tails
+    of 2 to 4 requests, splits from 16 tokens on."""
+    group = heads.group_size
+    tail_m = max(16, 1 << (group - 1).bit_length())
+    requests = min(4, 1 << (tail_m // group).bit_length() - 1)
+    return TileSet(
+        shared=(
+            TileConfig(tail_m, 16), TileConfig(tail_m, 32),
+            TileConfig(2 * tail_m, 16), TileConfig(2 * tail_m, 64),
+        ),
+        tail=TileConfig(tail_m, 32, requests=1),
+        packed_tail=TileConfig(tail_m, 32, requests=requests) if packed and requests > 1 else None,
+        packed_len=64,
+        packed_tickets=1,
+        num_sms=4,
+        min_split=16,
+        longest=0.2,
+    )  # fmt: skip
+
+
+def splitting_costs(heads: HeadConfig) -> CostModel:
+    """As on an unknown GPU, but starting work is free: splits pay from the first token."""
+    return replace(CostModel.for_gpu("other", heads), item=0.0, pack=0.0, launch=0.0)
+
+
+def planner(heads, strategy="calibrated", headroom=20, split=True, packed=True) -> Planner:
+    tiles = splitting_tiles(heads, packed)
+    if not split:
+        tiles = replace(tiles, min_split=1 << 20)
+    return Planner(
+        heads, tile_set=tiles, strategy=strategy, costs=splitting_costs(heads), headroom=headroom
+    )

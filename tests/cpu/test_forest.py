@@ -1,0 +1,82 @@
+"""Paths -> forest: shared nodes only, maximal, and what is no valid path."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from sgl_prefix_attn.plan.forest import build_forest
+from tests.cpu.forests import path_table, path_tables, random_paths, sharers
+
+
+def check_forest(paths):
+    """Along every request: a node for each maximal stretch with the same requests, two or more;
+    then the tail."""
+    forest = build_forest(paths)
+    parents = forest.parent.tolist()
+    assert all(-1 <= parent < i for i, parent in enumerate(parents)), "parents come first"
+    requests: dict[int, set] = {}
+    for row in range(paths.leaf.size):
+        shared = [s for s in sharers(paths, row) if len(s) > 1]
+        runs = []  # [start, end, requests] of each stretch
+        for position, group in enumerate(shared):
+            if not runs or runs[-1][2] != group:
+                runs.append([position, position, group])
+            runs[-1][1] = position + 1
+        assert forest.tail_start[row] == len(shared)
+        node = int(forest.tail_parent[row])
+        for start, end, group in reversed(runs):
+            assert (forest.start[node], forest.end[node]) == (start, end)
+            assert forest.num_queries[node] == len(group)
+            requests.setdefault(node, set()).add(row)
+            assert requests[node] <= group
+            node = parents[node]
+        assert node == -1
+    assert set(requests) == set(range(forest.parent.size)), "every node belongs to a request"
+    assert (forest.seq_lens == paths.seq_lens).all()
+
+
+@given(path_tables())
+@settings(max_examples=150, deadline=None)
+def test_nodes_are_the_maximal_shared_stretches(paths):
+    check_forest(paths)
+
+
+@pytest.mark.parametrize("batch", [1, 37, 113])
+def test_large_batches(batch):
+    check_forest(random_paths(batch, batch, 40))
+
+
+def test_a_worked_example():
+    # root(8) - a(4) - b(2) - c(1), root - d(3); requests: two on c, one on b, one on d, one alone
+    paths = path_table([(-1, 8), (0, 4), (1, 2), (2, 1), (0, 3)], [3, 3, 2, 4, -1], [5] * 5)
+    forest = build_forest(paths)
+    # a and b have the same three requests: one node; d has one request: part of its tail
+    assert forest.parent.tolist() == [-1, 0, 1]
+    assert forest.start.tolist() == [0, 8, 14]
+    assert forest.end.tolist() == [8, 14, 15]
+    assert forest.num_queries.tolist() == [4, 3, 2]
+    assert forest.tail_parent.tolist() == [2, 2, 1, 0, -1]
+    assert forest.tail_start.tolist() == [15, 15, 14, 8, 0]
+    assert forest.seq_lens.tolist() == [20, 20, 19, 16, 5]
+
+
+def test_without_sharing_there_are_only_tails():
+    forest = build_forest(path_table([(-1, 9), (0, 3)], [1], [1]))
+    assert forest.parent.size == 0
+    assert forest.tail_parent.tolist() == [-1] and forest.tail_start.tolist() == [0]
+
+
+@pytest.mark.parametrize("seq_len", [12, 11])
+def test_a_path_must_leave_the_newest_token_private(seq_len):
+    paths = path_table([(-1, 9), (0, 3)], [0, 1, 1], [5, 5, 5])
+    paths.seq_lens[2] = seq_len
+    with pytest.raises(ValueError, match=r"paths\[2\] holds 12 tokens but seq_lens\[2\] is 1[12]"):
+        build_forest(paths)
+
+
+def test_input_is_not_written():
+    paths = random_paths(5, 20, 12)
+    before = [getattr(paths, name).copy() for name in paths.__dataclass_fields__]
+    build_forest(paths)
+    after = [getattr(paths, name) for name in paths.__dataclass_fields__]
+    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))

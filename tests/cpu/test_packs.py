@@ -1,0 +1,116 @@
+"""Forest + merges -> packs: runs of merged nodes, each position of each request covered once."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sgl_prefix_attn.plan import CostModel
+from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.packs import make_packs
+from sgl_prefix_attn.plan.profit import STRATEGIES, choose_merges
+from sgl_prefix_attn.records import HeadConfig, Merges
+from tests.cpu.forests import path_table, path_tables, random_paths
+
+COSTS = CostModel.bytes_only(HeadConfig(8, 2, 64))
+
+
+@st.composite
+def merged_forests(draw):
+    """Any forest with any merges: most of them no strategy would choose."""
+    forest = build_forest(draw(path_tables(max_nodes=12)))
+    node = [parent >= 0 and draw(st.booleans()) for parent in forest.parent.tolist()]
+    tail = [parent >= 0 and draw(st.booleans()) for parent in forest.tail_parent.tolist()]
+    return forest, Merges(np.array(node, bool), np.array(tail, bool))
+
+
+def expected_packs(forest, merges):
+    """{(last node or ~row, KV start): [KV end, requests]} by walking up from every request."""
+    packs = {}
+    for row in range(forest.tail_parent.size):
+        last, end = ~row, int(forest.seq_lens[row])
+        start, merged = int(forest.tail_start[row]), merges.tail[row]
+        node = int(forest.tail_parent[row])
+        while True:
+            if not merged:  # the run of merged nodes ends here, below `node`
+                packs.setdefault((last, start), [end, set()])[1].add(row)
+            if node < 0:
+                break
+            if not merged:
+                last, end = node, int(forest.end[node])
+            start, merged = int(forest.start[node]), merges.node[node]
+            node = int(forest.parent[node])
+    return packs
+
+
+def as_dict(packs, forest):
+    found = {}
+    for i in range(packs.kv_start.size):
+        rows = packs.queries[packs.query_offset[i] : packs.query_offset[i + 1]].tolist()
+        assert len(set(rows)) == len(rows), "a request stands in a pack twice"
+        start, end, tail = (int(x[i]) for x in (packs.kv_start, packs.kv_end, packs.tail))
+        if tail >= 0:
+            last = ~tail
+        else:  # the node of these requests that ends where the pack ends
+            last = int(forest.tail_parent[rows[0]])
+            while forest.end[last] != end:
+                last = int(forest.parent[last])
+        assert (last, start) not in found
+        found[last, start] = [end, set(rows)]
+    return found
+
+
+@given(merged_forests())
+@settings(max_examples=200, deadline=None)
+def test_packs_are_the_runs_of_merged_nodes(case):
+    forest, merges = case
+    packs = make_packs(forest, merges)
+    assert as_dict(packs, forest) == expected_packs(forest, merges)
+    covered = [[] for _ in range(forest.tail_parent.size)]
+    for i in range(packs.kv_start.size):
+        for row in packs.queries[packs.query_offset[i] : packs.query_offset[i + 1]]:
+            covered[row] += range(packs.kv_start[i], packs.kv_end[i])
+    for row, positions in enumerate(covered):
+        assert sorted(positions) == list(range(forest.seq_lens[row]))
+
+
+@given(path_tables(max_nodes=12))
+@settings(max_examples=60, deadline=None)
+def test_naive_is_one_pack_a_node_and_query_one_a_request(paths):
+    forest = build_forest(paths)
+    batch, num_nodes = forest.tail_parent.size, forest.parent.size
+    naive = make_packs(forest, choose_merges(forest, "naive", COSTS))
+    assert naive.kv_start.size == num_nodes + batch
+    assert naive.kv_start.tolist() == forest.start.tolist() + forest.tail_start.tolist()
+    assert naive.kv_end.tolist() == forest.end.tolist() + forest.seq_lens.tolist()
+    assert np.diff(naive.query_offset).tolist() == forest.num_queries.tolist() + [1] * batch
+    query = make_packs(forest, choose_merges(forest, "query", COSTS))
+    assert query.kv_start.tolist() == [0] * batch
+    assert query.kv_end.tolist() == forest.seq_lens.tolist()
+    assert query.queries.tolist() == query.tail.tolist() == list(range(batch))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("batch", [1, 37, 113])
+def test_large_batches(batch, strategy):
+    forest = build_forest(random_paths(batch, batch, 30))
+    merges = choose_merges(forest, strategy, COSTS)
+    assert as_dict(make_packs(forest, merges), forest) == expected_packs(forest, merges)
+
+
+def test_a_worked_example():
+    # root(10) with a(5) and the tail of request 3; a with the tails of requests 0, 1 and 2
+    paths = path_table([(-1, 10), (0, 5)], [1, 1, 1, 0, 0], [2, 3, 4, 6, 7])
+    forest = build_forest(paths)
+    merges = Merges(np.array([False, True]), np.array([False, False, True, True, False]))
+    packs = make_packs(forest, merges)
+    # a absorbs root, request 2's tail absorbs both, request 3's tail absorbs root: root keeps 4
+    assert as_dict(packs, forest) == {
+        (0, 0): [10, {4}],
+        (1, 0): [15, {0, 1}],
+        (~0, 15): [17, {0}],
+        (~1, 15): [18, {1}],
+        (~2, 0): [19, {2}],
+        (~3, 0): [16, {3}],
+        (~4, 10): [17, {4}],
+    }
