@@ -1,4 +1,4 @@
-"""Runs scenarios on one engine: python -m tests.sglang.driver JOB.json (see engine.py)."""
+"""Runs a job's scenarios on one engine (engine.py writes the job and starts this)."""
 
 import json
 import sys
@@ -12,14 +12,14 @@ def main():
 
     import sglang
 
-    from tests.sglang import scenarios
+    from .scenarios import ALL
 
     engine = sglang.Engine(**job["engine"])
     results = []
     for name, fault in job["scenarios"]:
         fault_file.write_text(fault)
         seen = _lines(steps)
-        outputs = engine.loop.run_until_complete(scenarios.ALL[name](engine))
+        outputs = engine.loop.run_until_complete(ALL[name](engine))
         _flush(engine)  # no scenario sees another's KV, nor what a fault left in it
         recorded = [json.loads(line) for line in steps.read_text().splitlines()[seen:]]
         results.append({"scenario": name, "fault": fault, "outputs": outputs, "steps": recorded})

@@ -7,7 +7,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+PACKAGE = "prefix_attn_engine_tests"
 START_TIMEOUT_S = 240
 
 STOCK = "torch_native"
@@ -41,7 +42,7 @@ def plain(*names: str) -> tuple[tuple[str, str], ...]:
 def start(config: Config, backend: str, model: Path, folder: Path) -> subprocess.Popen:
     """Start the driver; read its results with finish()."""
     folder.mkdir(parents=True)
-    _write_probe_entry_point(folder / "site")
+    _write_site(folder / "site")
     job = {
         "engine": {
             "model_path": str(model),
@@ -64,7 +65,7 @@ def start(config: Config, backend: str, model: Path, folder: Path) -> subprocess
     env |= {
         "SGL_PREFIX_ATTN_CPU_PLATFORM": "1",
         "PYTHONPATH": os.pathsep.join(
-            [str(folder / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+            [str(folder / "site"), os.environ.get("PYTHONPATH", "")]
         ).rstrip(os.pathsep),
         # Two engines run side by side: threads that spin for each other cost ten times the work.
         "OMP_NUM_THREADS": "1",
@@ -74,7 +75,7 @@ def start(config: Config, backend: str, model: Path, folder: Path) -> subprocess
     }
     with (folder / "log").open("w") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.sglang.driver", str(folder / "job.json")],
+            [sys.executable, "-m", f"{PACKAGE}.driver", str(folder / "job.json")],
             cwd=folder,
             env=env,
             stdout=log,
@@ -114,10 +115,15 @@ def _end(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def _write_probe_entry_point(site: Path) -> None:
+def _write_site(site: Path) -> None:
+    """A folder for PYTHONPATH with this one as package PACKAGE, and the probe's entry point.
+
+    The checkout itself must not be on the path: its kernels/ would hide a package that SGLang has.
+    """
     info = site / "prefix_attn_probe-0.dist-info"
     info.mkdir(parents=True)
+    (site / PACKAGE).symlink_to(HERE)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: prefix-attn-probe\nVersion: 0\n")
     (info / "entry_points.txt").write_text(
-        "[sglang.srt.plugins]\nprefix_attn_probe = tests.sglang.probe:register\n"
+        f"[sglang.srt.plugins]\nprefix_attn_probe = {PACKAGE}.probe:register\n"
     )
