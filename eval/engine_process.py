@@ -107,6 +107,11 @@ class EngineProcess:
         raise EngineError(f"the engine ended with {self._process.wait()}:\n{self.log_tail()}")
 
 
+def end_on_sigterm() -> None:
+    """Let a terminated evaluation leave its `with` blocks, which end the engines."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 def backend_arguments(backend: str) -> dict:
     """Engine arguments of a backend name; PREFILL/DECODE gives each its own."""
     prefill, _, decode = backend.partition("/")

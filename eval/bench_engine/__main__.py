@@ -17,7 +17,13 @@ from eval import provenance
 from eval.bench_engine import host_times
 from eval.bench_engine.runner import Samples, alternate, each_tpot_ms, tpot_ms
 from eval.bench_engine.workloads import NAMED, Workload, parse_workloads
-from eval.engine_process import EngineError, EngineProcess, backend_arguments, uses_prefix
+from eval.engine_process import (
+    EngineError,
+    EngineProcess,
+    backend_arguments,
+    end_on_sigterm,
+    uses_prefix,
+)
 from eval.model_shapes import SHAPES, write_config
 
 # KV pool over what the largest workload needs: room for outputs of earlier generations.
@@ -31,6 +37,7 @@ def main(argv: list[str]) -> int:
     groups = [[args.baseline, other] for other in others] or [[args.baseline]]
     if args.baseline not in backends:
         groups = [[other] for other in others]
+    end_on_sigterm()
     meta = provenance.collect(
         "eval.bench_engine", argv, model_shape=args.model_shape, baseline=args.baseline
     )

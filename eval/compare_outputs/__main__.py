@@ -16,7 +16,7 @@ from pathlib import Path
 
 from eval import provenance
 from eval.compare_outputs import entropy, faults, judge, scenarios
-from eval.engine_process import EngineError, EngineProcess, backend_arguments
+from eval.engine_process import EngineError, EngineProcess, backend_arguments, end_on_sigterm
 from eval.model_shapes import SHAPES
 from eval.tiny_model import write_tiny_llama
 
@@ -27,6 +27,7 @@ _ENTROPY_LENGTH = 512
 
 def main(argv: list[str]) -> int:
     args = _parse(argv)
+    end_on_sigterm()
     meta = provenance.collect(
         "eval.compare_outputs", argv, seed=_SEED, model_shape=args.model_shape, layers=args.layers
     )
