@@ -1,0 +1,327 @@
+"""Tiles, splits and the plan's words: read a second time, word by word."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sgl_prefix_attn.kernels import layout as L
+from sgl_prefix_attn.plan import STRATEGIES, Planner, TileConfig, TileSet
+from sgl_prefix_attn.records import HeadConfig
+from tests.cpu.forests import path_table, path_tables, planner, random_paths, splitting_costs
+from tests.cpu.plan_words import check_coverage, decode_parts, merge_entries, segments
+
+HEADS = [HeadConfig(4, 4, 32), HeadConfig(8, 2, 64), HeadConfig(28, 4, 128), HeadConfig(16, 1, 80)]
+
+
+def items(plan):
+    """[items, words] of every tile, in the order of its queue."""
+    for tile in range(L.MAX_TILES):
+        first, count = plan.words[L.H_QUEUES + 2 * tile :][:2]
+        yield (
+            tile,
+            plan.words[first : first + count * L.ITEM_WORDS].reshape(count, L.ITEM_WORDS),
+        )
+
+
+def check_queues(plan, heads, tile_set):
+    """Items fit their tiles, stand longest first, and are as many as the statistics say."""
+    total = 0
+    for tile, queue in items(plan):
+        total += len(queue)
+        if tile >= len(tile_set.tiles):
+            assert not len(queue)
+            continue
+        config = tile_set.tiles[tile]
+        times = []
+        for item in queue.tolist():
+            num_queries = item[L.I_NUM_QUERIES]
+            assert num_queries >= 1
+            assert num_queries * heads.group_size <= config.block_m
+            if config.requests:
+                assert item[L.I_LEN] == L.GROWS and num_queries <= config.requests
+                first = plan.words[L.H_ENTRIES] + item[L.I_ENTRY] * L.ENTRY_WORDS
+                rows = plan.words[first:][: num_queries * L.ENTRY_WORDS : L.ENTRY_WORDS]
+                start = plan.words[plan.words[L.H_TAILS] :][rows * L.TAIL_WORDS + L.T_START]
+                kv_tokens = int((plan.seq_lens[rows] - start).sum())
+            else:
+                kv_tokens = item[L.I_LEN]
+                assert kv_tokens > 0
+            times.append(kv_tokens / item[L.I_NUM_SPLITS])
+        assert times == sorted(times, reverse=True), "longest first"
+    assert total == plan.stats.num_items
+
+
+def check_layout(plan, headroom):
+    """Sections follow each other without gaps, index segments do not touch, and start aligned."""
+    words = plan.words
+    assert words.dtype == np.int32 and words[L.H_VERSION] == L.VERSION
+    assert words[L.H_BATCH] == plan.batch_size == plan.seq_lens.size
+    at = L.HEADER_WORDS
+    assert words[L.H_SEGMENTS] == at
+    at += words[L.H_NUM_SEGMENTS] * L.SEGMENT_WORDS
+    assert words[L.H_TAILS] == at
+    at += plan.batch_size * L.TAIL_WORDS
+    assert words[L.H_ENTRIES] == at
+    at += plan.packs.queries.size * L.ENTRY_WORDS
+    assert words[L.H_MERGES] == at
+    at += words[L.H_NUM_MERGES] * L.MERGE_WORDS
+    for tile in range(L.MAX_TILES):
+        assert words[L.H_QUEUES + 2 * tile] == at
+        at += words[L.H_QUEUES + 2 * tile + 1] * L.ITEM_WORDS
+    assert at == words.size
+    end = 0
+    tails = words[words[L.H_TAILS] :][: plan.batch_size * L.TAIL_WORDS].reshape(-1, L.TAIL_WORDS)
+    room_at = dict(tails.tolist())
+    assert len(room_at) == plan.batch_size, "every tail has a segment of its own"
+    for dst, row, start, length in segments(words).tolist():
+        assert dst >= end and dst % 16 == 0 and length > 0
+        assert 0 <= row < plan.batch_size and start + length <= plan.seq_lens[row]
+        end = dst + length
+        if dst in room_at:
+            assert room_at.pop(dst) == start
+            end += headroom
+    assert not room_at
+    assert end <= plan.num_index_slots
+    assert plan.appends_left == headroom
+
+
+def check_stats(plan, paths):
+    stats = plan.stats
+    assert stats.kv_tokens_query_centric == paths.seq_lens.sum()
+    assert stats.kv_tokens_read == segments(plan.words)[:, L.S_LEN].sum()
+    assert stats.num_packs == len(segments(plan.words))
+    below = np.zeros(paths.parent.size, int)
+    private = paths.seq_lens.astype(int)
+    for row in range(paths.leaf.size):
+        node = paths.leaf[row]
+        while node >= 0:
+            below[node] += 1
+            private[row] -= paths.length[node]
+            node = paths.parent[node]
+    assert stats.kv_tokens_unique == paths.length[below > 0].sum() + private.sum()
+    assert stats.num_partials == plan.num_partials
+    assert stats.num_nodes == plan.forest.parent.size
+
+
+def check_plan(plan, paths, heads, tile_set, headroom):
+    check_layout(plan, headroom)
+    check_queues(plan, heads, tile_set)
+    check_stats(plan, paths)
+    for grown in {0, min(1, headroom), headroom // 2, headroom}:
+        check_coverage(plan, paths, grown)
+
+
+@given(
+    path_tables(),
+    st.sampled_from(HEADS),
+    st.sampled_from(STRATEGIES),
+    st.sampled_from([0, 1, 20, 64]),
+    st.booleans(),
+    st.booleans(),
+)
+@settings(max_examples=120, deadline=None)
+def test_every_position_of_every_request_is_read_once(
+    paths, heads, strategy, headroom, split, packed
+):
+    make = planner(heads, strategy, headroom, split, packed)
+    check_plan(make.plan(paths), paths, heads, make.tile_set, headroom)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("batch", [1, 37, 113])
+def test_large_batches(batch, strategy):
+    heads = HEADS[1]
+    paths = random_paths(batch, batch, 30, lengths=(1, 16, 63, 300))
+    make = planner(heads, strategy)
+    check_plan(make.plan(paths), paths, heads, make.tile_set, 20)
+
+
+def test_long_kv_is_split_and_stays_covered():
+    paths = path_table([(-1, 4097)], [0, 0, 0, -1], [1, 63, 4097, 4097])
+    make = planner(HEADS[1], "naive")
+    plan = make.plan(paths)
+    check_plan(plan, paths, HEADS[1], make.tile_set, 20)
+    splits = {item[L.I_NUM_SPLITS] for _, queue in items(plan) for item in queue.tolist()}
+    assert max(splits) > 4
+
+
+# --- tile choice ----------------------------------------------------------------------------------
+def tile_set(**options) -> TileSet:
+    shared = (TileConfig(16, 16), TileConfig(16, 64), TileConfig(64, 32), TileConfig(64, 128))
+    options = {"tail": TileConfig(16, 32, requests=1), "num_sms": 4, **options}
+    return TileSet(shared=shared, **options)
+
+
+def naive_plan(paths, tiles, heads=HEADS[1]):
+    costs = splitting_costs(heads)
+    return Planner(heads, tile_set=tiles, strategy="naive", costs=costs, headroom=0).plan(paths)
+
+
+@pytest.mark.parametrize(
+    "queries, kv_len, tile, per_item",
+    [  # group size 4; tile 0 is the tail's, 1 to 4 are shared
+        (4, 63, 1, [4]),  # 16 rows fit block_m 16; 63 tokens are fewer than block_n 64
+        (4, 64, 2, [4]),
+        (5, 127, 3, [5]),  # 20 rows need block_m 64
+        (16, 128, 4, [16]),
+        (17, 20, 3, [9, 8]),  # two row tiles of like size
+        (33, 20, 3, [11, 11, 11]),
+    ],
+)
+def test_smallest_tile_that_holds_the_rows(queries, kv_len, tile, per_item):
+    paths = path_table([(-1, kv_len)], [0] * queries, [1] * queries)
+    plan = naive_plan(paths, tile_set(min_split=1 << 20))
+    queues = {t: queue[:, L.I_NUM_QUERIES].tolist() for t, queue in items(plan) if len(queue)}
+    assert queues == {0: [1] * queries, tile: per_item}
+
+
+def test_a_group_above_the_largest_tile_is_refused():
+    paths = path_table([(-1, 20)], [0, 0], [1, 1])
+    with pytest.raises(ValueError, match="largest block_m is 64, below the group size 65"):
+        naive_plan(paths, tile_set(), HeadConfig(65, 1, 32))
+
+
+def test_short_tails_are_packed_only_where_enough_remain():
+    packed = TileConfig(16, 32, requests=4)
+    paths = path_table([], [-1] * 10, [5, 40, 9, 9, 7, 33, 32, 1, 2, 3])
+
+    def sizes(tickets):
+        tiles = tile_set(packed_tail=packed, packed_len=32, packed_tickets=tickets)
+        plan = naive_plan(paths, tiles)
+        check_coverage(plan, paths)
+        return {t: queue[:, L.I_NUM_QUERIES].tolist() for t, queue in items(plan) if len(queue)}
+
+    # 8 tails of at most 32 tokens: two tiles, times 2 KV heads, are 4 tickets
+    assert sizes(tickets=4) == {0: [1, 1], 1: [4, 4]}
+    assert sizes(tickets=5) == {0: [1] * 10}
+
+
+def test_no_split_below_min_split():
+    paths = path_table([(-1, 127)], [0, 0], [127, 128])
+    tiles = tile_set(min_split=128, longest=1e-6)
+    assert all((q[:, L.I_NUM_SPLITS] == 1).all() for _, q in items(naive_plan(paths, tiles)))
+    paths = path_table([(-1, 129)], [0, 0], [127, 128])
+    shared = [q for _, q in items(naive_plan(paths, tiles)) if (q[:, L.I_LEN] != L.GROWS).all()]
+    assert {n for queue in shared for n in queue[:, L.I_NUM_SPLITS].tolist()} == {2}
+
+
+def test_launching_costs_keep_short_steps_whole():
+    """A split that saves less than a launch costs is no gain."""
+    paths = path_table([(-1, 4097)], [0, 0], [1, 1])
+    costs = replace(splitting_costs(HEADS[1]), launch=1e6)
+    make = Planner(HEADS[1], tile_set=tile_set(), strategy="naive", costs=costs)
+    assert all((q[:, L.I_NUM_SPLITS] == 1).all() for _, q in items(make.plan(paths)))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"tail": TileConfig(16, 32)}, "tail must be a tails tile for one request"),
+        ({"packed_tail": TileConfig(16, 32, requests=1)}, "packed_tail must be a tails tile"),
+        ({"longest": 0.0}, "longest must be positive"),
+        ({"num_sms": 0}, "must be at least 1"),
+        ({"min_split": 0}, "must be at least 1"),
+    ],
+)
+def test_tile_set_refuses(options, message):
+    with pytest.raises(ValueError, match=message):
+        tile_set(**options)
+
+
+@pytest.mark.parametrize(
+    "shared", [(), (TileConfig(64, 32), TileConfig(16, 32)), (TileConfig(16, 32, requests=2),)]
+)
+def test_shared_tiles_must_be_in_order(shared):
+    with pytest.raises(ValueError, match="shared must hold"):
+        TileSet(shared=shared, tail=TileConfig(16, 32, requests=1), num_sms=4)
+
+
+def test_planner_refuses():
+    with pytest.raises(ValueError, match="strategy must be one of .*; got 'fastest'"):
+        Planner(HEADS[0], tile_set=tile_set(), strategy="fastest")
+    with pytest.raises(ValueError, match="headroom must be >= 0"):
+        Planner(HEADS[0], tile_set=tile_set(), headroom=-1)
+
+
+# --- the check itself -----------------------------------------------------------------------------
+def drop_item(plan):
+    """The last item of the first shared queue goes missing."""
+    tile = max(t for t, queue in items(plan) if len(queue))
+    plan.words[L.H_QUEUES + 2 * tile + 1] -= 1
+
+
+def swap_tails(plan):
+    tails = plan.words[plan.words[L.H_TAILS] :]
+    tails[[L.T_DST, L.TAIL_WORDS + L.T_DST]] = tails[[L.TAIL_WORDS + L.T_DST, L.T_DST]]
+
+
+def skip_first_tail_token(plan):
+    tails = plan.words[plan.words[L.H_TAILS] :]
+    tails[L.T_START] += 1
+
+
+def shift_a_segment(plan):
+    segments(plan.words)[0, L.S_START] += 1
+
+
+def segment_of_another_request(plan):
+    segments(plan.words)[-1, L.S_ROW] = 0
+
+
+def overlap_segments(plan):
+    segments(plan.words)[1, L.S_DST] -= 16
+
+
+def split_off_by_one(plan):
+    for _, queue in items(plan):
+        for item in queue:
+            if item[L.I_NUM_SPLITS] > 1:
+                item[L.I_SPLIT] = (item[L.I_SPLIT] + 1) % item[L.I_NUM_SPLITS]
+                return
+
+
+def merge_one_too_few(plan):
+    merge_entries(plan.words)[0, L.M_COUNT] -= 1
+
+
+def merge_another_rows_partials(plan):
+    merges = merge_entries(plan.words)
+    merges[[0, 1], L.M_ROW] = merges[[1, 0], L.M_ROW]
+
+
+def write_the_same_partial(plan):
+    words = plan.words
+    first = words[L.H_ENTRIES] + L.E_SLOT
+    words[first + L.ENTRY_WORDS] = words[first]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        drop_item, swap_tails, skip_first_tail_token, shift_a_segment, segment_of_another_request,
+        overlap_segments, split_off_by_one, merge_one_too_few, merge_another_rows_partials,
+        write_the_same_partial,
+    ],
+)  # fmt: skip
+def test_the_check_finds_a_planted_fault(fault):
+    paths = path_table([(-1, 130), (0, 40)], [1, 1, 0, 1, -1], [33, 34, 60, 35, 36])
+    plan = planner(HEADS[1], "naive").plan(paths)
+    check_coverage(plan, paths)
+    fault(plan)
+    with pytest.raises((AssertionError, IndexError)):
+        check_coverage(plan, paths)
+
+
+def test_parts_of_a_hand_made_plan():
+    """Two requests share 20 tokens and have tails of 3 and 5: three packs, two parts each."""
+    paths = path_table([(-1, 20)], [0, 0], [3, 5])
+    plan = planner(HEADS[1], "naive", headroom=4, split=False, packed=False).plan(paths)
+    # segments: shared 0-19; tails from 32 (3 + 4 entries) and 48 (5 + 4)
+    assert segments(plan.words).tolist() == [[0, 0, 0, 20], [32, 0, 20, 3], [48, 1, 20, 5]]
+    assert merge_entries(plan.words).tolist() == [[0, 0, 2, 0], [1, 2, 2, 0]]
+    got = sorted((p.row, p.slot, p.begin, p.end) for p in decode_parts(plan.words, [23, 25]))
+    assert got == [(0, 0, 0, 20), (0, 1, 32, 35), (1, 2, 0, 20), (1, 3, 48, 53)]
+    assert plan.num_index_slots == 64 and plan.num_partials == 4
