@@ -27,7 +27,7 @@ from eval import provenance
 from eval.bench_kernel.trees import Tree
 from sgl_prefix_attn.envs import Settings
 from sgl_prefix_attn.metrics import StepCounters
-from sgl_prefix_attn.plan import Planner
+from sgl_prefix_attn.plan import CostModel, Planner
 from sgl_prefix_attn.records import HeadConfig
 from sgl_prefix_attn.stepstate import StepPreparer
 from sgl_prefix_attn.tree import read_paths
@@ -38,7 +38,7 @@ TARGETS_MS = {(256, 4): {"scratch": 3.0, "join": 1.0, "leave": 1.0, "steady": 0.
 BATCHES = (16, 64, 256, 1024)
 LEVELS = (1, 2, 3, 4, 5, 6)
 _HEADS = HeadConfig(32, 8, 128)
-_H100_CTAS = 264  # two on each of 132 SMs: without a GPU, plan for one
+_H100, _H100_SMS = "NVIDIA H100 80GB HBM3", 132  # without a GPU, plan as for this one
 _NODE_TOKENS = 128
 _PRIVATE_TOKENS = 37
 
@@ -145,13 +145,12 @@ def _median_ms(
 
 
 def _planner(strategy: str) -> Planner:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    tile_set = default_tile_set(device, _HEADS)
-    if device == "cpu":
-        tile_set = replace(tile_set, num_ctas=_H100_CTAS)
-    planner = Planner(
-        _HEADS, tile_set=tile_set, strategy=strategy, costs=default_costs(device, _HEADS)
-    )
+    if torch.cuda.is_available():
+        tile_set, costs = default_tile_set("cuda", _HEADS), default_costs("cuda", _HEADS)
+    else:
+        tile_set = replace(default_tile_set("cpu", _HEADS), num_sms=_H100_SMS)
+        costs = CostModel.for_gpu(_H100, _HEADS)
+    planner = Planner(_HEADS, tile_set=tile_set, strategy=strategy, costs=costs)
     planner.warm_up()
     return planner
 
@@ -190,7 +189,7 @@ def main(argv: list[str]) -> int:
     for line in missed:
         print(f"target missed at 256 requests on 4 levels: {line}")
     if args.json:
-        meta = provenance.collect("eval.bench_plan", argv, num_ctas=planner.tile_set.num_ctas)
+        meta = provenance.collect("eval.bench_plan", argv, num_sms=planner.tile_set.num_sms)
         provenance.save(args.json, meta, rows)
     return 1 if missed else 0
 
