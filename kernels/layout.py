@@ -42,7 +42,9 @@ TAIL_WORDS = 2
 # --- ENTRY --------------------------------------------------------------------------------------
 E_ROW = 0  # request
 E_SLOT = 1  # partial row of the pack's split 0 (split j: + j), or DIRECT
-ENTRY_WORDS = 2
+E_DST = 2  # tails: the request's T_DST, here again to save a kernel one dependent load
+E_START = 3  # tails: its T_START
+ENTRY_WORDS = 4
 DIRECT = -1  # the request's only part: written to the output itself
 
 # --- ITEM ---------------------------------------------------------------------------------------

@@ -113,6 +113,8 @@ class ForwardLauncher:
             "num_warps": tile.num_warps,
             "num_stages": tile.num_stages,
         }
+        if tile.max_regs:
+            options["maxnreg"] = tile.max_regs
         kernel = shared_kernel
         if tile.requests:
             kernel = tails_kernel

@@ -5,15 +5,13 @@ import triton.language as tl
 
 from .. import layout as L
 
-H_QUEUES, H_TAILS = tl.constexpr(L.H_QUEUES), tl.constexpr(L.H_TAILS)
-H_ENTRIES = tl.constexpr(L.H_ENTRIES)
+H_QUEUES, H_ENTRIES = tl.constexpr(L.H_QUEUES), tl.constexpr(L.H_ENTRIES)
 ITEM_WORDS, ENTRY_WORDS = tl.constexpr(L.ITEM_WORDS), tl.constexpr(L.ENTRY_WORDS)
-TAIL_WORDS = tl.constexpr(L.TAIL_WORDS)
 I_SEGMENT, I_LEN = tl.constexpr(L.I_SEGMENT), tl.constexpr(L.I_LEN)
 I_SPLIT, I_NUM_SPLITS = tl.constexpr(L.I_SPLIT), tl.constexpr(L.I_NUM_SPLITS)
 I_ENTRY, I_NUM_QUERIES = tl.constexpr(L.I_ENTRY), tl.constexpr(L.I_NUM_QUERIES)
 E_ROW, E_SLOT = tl.constexpr(L.E_ROW), tl.constexpr(L.E_SLOT)
-T_DST, T_START = tl.constexpr(L.T_DST), tl.constexpr(L.T_START)
+E_DST, E_START = tl.constexpr(L.E_DST), tl.constexpr(L.E_START)
 SPLIT_UNIT = tl.constexpr(L.SPLIT_UNIT)
 LOG2_E = tl.constexpr(1.4426950408889634)
 

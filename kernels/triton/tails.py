@@ -10,21 +10,19 @@ import triton
 import triton.language as tl
 
 from .common import (
+    E_DST,
     E_ROW,
     E_SLOT,
+    E_START,
     ENTRY_WORDS,
     H_ENTRIES,
     H_QUEUES,
-    H_TAILS,
     I_ENTRY,
     I_NUM_QUERIES,
     I_NUM_SPLITS,
     I_SPLIT,
     ITEM_WORDS,
     LOG2_E,
-    T_DST,
-    T_START,
-    TAIL_WORDS,
     attend,
     soft_cap,
     split_range,
@@ -66,7 +64,6 @@ def tails_kernel(
     p_items = plan_ptr + tl.load(plan_ptr + H_QUEUES + 2 * TILE)
     num_tickets = tl.load(plan_ptr + H_QUEUES + 2 * TILE + 1) * NUM_KV_HEADS
     p_entries = plan_ptr + tl.load(plan_ptr + H_ENTRIES)
-    p_tails = plan_ptr + tl.load(plan_ptr + H_TAILS)
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < HEAD_DIM
     offs_m = tl.arange(0, BLOCK_M)
@@ -87,11 +84,12 @@ def tails_kernel(
 
         # columns: each request's own segment and its own bounds
         owned = i_owner < num_queries
-        b_owner = tl.load(p_entry + i_owner * ENTRY_WORDS + E_ROW, mask=owned, other=0)
-        p_tail = p_tails + b_owner * TAIL_WORDS
-        b_kv_len = tl.load(seq_lens_ptr + b_owner).to(tl.int32) - tl.load(p_tail + T_START)
-        b_start, b_end = split_range(tl.where(owned, b_kv_len, 0), i_split, num_splits)
-        p_slots = kv_indices_ptr + tl.load(p_tail + T_DST)
+        p_owner = p_entry + i_owner * ENTRY_WORDS
+        b_owner = tl.load(p_owner + E_ROW, mask=owned, other=0)
+        b_before = tl.load(p_owner + E_START, mask=owned, other=0)
+        p_slots = kv_indices_ptr + tl.load(p_owner + E_DST, mask=owned, other=0)
+        b_kv_len = tl.load(seq_lens_ptr + b_owner, mask=owned, other=0).to(tl.int32) - b_before
+        b_start, b_end = split_range(b_kv_len, i_split, num_splits)
         longest = tl.max(b_end - b_start, 0)
 
         mask_m = i_query < num_queries

@@ -17,6 +17,7 @@ class TileConfig:
 
     requests     0: the shared kernel, all rows over the same KV; otherwise the tails kernel with
                  up to that many requests side by side in a tile (a power of two)
+    max_regs     registers a thread may have, None: as the compiler likes; fewer let more CTAs fit
     fill         CTAs on every SM with which this tile reaches its full rate (measured)
     """
 
@@ -25,6 +26,7 @@ class TileConfig:
     num_warps: int = 4
     num_stages: int = 3
     requests: int = 0
+    max_regs: int | None = None
     fill: float = 2.0
 
 

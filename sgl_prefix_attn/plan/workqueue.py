@@ -141,6 +141,9 @@ def _serialize(
                     slot[row] += pack_splits[pack]
                 else:
                     words[w + L.E_SLOT] = L.DIRECT
+                if tail[pack] >= 0:
+                    words[w + L.E_DST] = segment_dst[pack]
+                    words[w + L.E_START] = kv_start[pack]
                 w += L.ENTRY_WORDS
 
     write = np.empty(L.MAX_TILES, np.int32)
