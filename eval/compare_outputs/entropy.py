@@ -26,6 +26,9 @@ def attention_entropy(model: Path, length: int, device: str) -> list[float]:
     for layer in weights:
         rows = layer[0, :, -length // 4 :].double()
         entropies.append(float(-torch.xlogy(rows, rows).sum(-1).mean()))
+    if device == "cuda":
+        del network, weights
+        torch.cuda.empty_cache()  # the engines need the memory
     return entropies
 
 
