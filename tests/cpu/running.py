@@ -1,0 +1,45 @@
+"""Runs plans on an executor whose memory is poisoned wherever nothing may be read."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from sgl_prefix_attn.executor import Capacity, PlanExecutor
+from tests.cpu.forests import splitting_tiles
+
+PADDING = 3  # rows of q and out above the batch, as in a captured graph
+
+
+def executor(problem, *plans, use_triton=False, packed=True):
+    """Room for the plans, and kv_indices full of the poison slot."""
+    needs = [Capacity.for_plan(plan) for plan in plans]
+    capacity = Capacity(
+        max(n.words for n in needs),
+        max(n.index_slots for n in needs),
+        max(n.partials for n in needs),
+    )
+    made = PlanExecutor(
+        problem.heads, device="cpu", dtype=problem.dtype, capacity=capacity, use_triton=use_triton,
+        tile_set=splitting_tiles(problem.heads, packed),
+    )  # fmt: skip
+    made._kv_indices.fill_(problem.poison_slot)
+    return made
+
+
+def run(made, problem):
+    """out and LSE, from outputs full of NaN; the padding rows must keep theirs."""
+    batch = problem.q.shape[0]
+    rows = batch + PADDING
+    q = torch.full((rows, *problem.q.shape[1:]), math.nan, dtype=problem.dtype)
+    q[:batch] = problem.q
+    seq_lens = torch.cat([problem.seq_lens, torch.ones(PADDING, dtype=torch.int32)])
+    out = torch.full_like(q, math.nan)
+    lse = torch.full(q.shape[:2], math.nan)
+    made.run(
+        q, problem.k, problem.v, seq_lens, out, sm_scale=problem.sm_scale,
+        logits_soft_cap=problem.soft_cap, out_lse=lse,
+    )  # fmt: skip
+    assert out[batch:].isnan().all() and lse[batch:].isnan().all(), "padding rows were written"
+    return out[:batch], lse[:batch]

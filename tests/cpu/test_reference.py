@@ -1,0 +1,176 @@
+"""The torch executor on poisoned memory = full attention in float64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sgl_prefix_attn import reference
+from sgl_prefix_attn.executor import Capacity, PlanTooLarge
+from sgl_prefix_attn.plan import STRATEGIES
+from sgl_prefix_attn.records import HeadConfig
+from tests.cpu.forests import path_table, path_tables, planner, random_paths
+from tests.cpu.problems import assert_attention, make_problem, plain_attention
+from tests.cpu.running import PADDING, executor, run
+
+HEADS = [
+    HeadConfig(1, 1, 32), HeadConfig(7, 1, 32), HeadConfig(28, 4, 64), HeadConfig(40, 8, 80),
+    HeadConfig(8, 4, 96), HeadConfig(16, 1, 128), HeadConfig(12, 4, 256),
+]  # fmt: skip
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def check(problem, plan, grown=0):
+    made = executor(problem, plan)
+    made.load(plan, problem.req_to_token, problem.pool)
+    assert_attention(problem, *run(made, problem))
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(grown):
+        slots = problem.grow(generator)
+        padded = torch.cat([slots, torch.zeros(PADDING, dtype=slots.dtype)])
+        for _ in range(2):  # idempotent
+            made.append(problem.seq_lens, padded)
+    if grown:
+        assert_attention(problem, *run(made, problem))
+
+
+@given(
+    path_tables(),
+    st.sampled_from(HEADS),
+    st.sampled_from(DTYPES),
+    st.sampled_from(STRATEGIES),
+    st.sampled_from([0.0, 0.0, 5.0]),
+    st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_executor_is_full_attention(paths, heads, dtype, strategy, soft_cap, seed):
+    problem = make_problem(paths, heads, dtype, soft_cap=soft_cap, seed=seed)
+    check(problem, planner(heads, strategy).plan(paths), grown=seed % 3)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_page_sizes(page_size, dtype):
+    heads = HEADS[2]
+    lengths = [n * page_size for n in (1, 2, 3)]
+    paths = random_paths(page_size, 9, 8, lengths)
+    problem = make_problem(paths, heads, dtype, page_size=page_size)
+    check(problem, planner(heads, "naive").plan(paths), grown=18)  # into another page
+
+
+@pytest.mark.parametrize("batch", [1, 37, 113])
+def test_large_batches(batch):
+    heads = HeadConfig(8, 2, 64)
+    paths = random_paths(batch, batch, 24)
+    for strategy in ("pat", "calibrated"):
+        problem = make_problem(paths, heads, torch.float16)
+        check(problem, planner(heads, strategy).plan(paths), grown=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_long_sequences(dtype):
+    heads = HeadConfig(4, 2, 64)
+    paths = path_table([(-1, 4097), (0, 63)], [1, 1, 0, -1], [1, 63, 4097, 1])
+    check(make_problem(paths, heads, dtype), planner(heads, "naive").plan(paths), grown=2)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_every_head_configuration(heads):
+    paths = random_paths(3, 6, 6)
+    check(make_problem(paths, heads, torch.float32), planner(heads, "naive").plan(paths), grown=1)
+
+
+@given(path_tables(min_batch=2), st.integers(0, 99))
+@settings(max_examples=25, deadline=None)
+def test_every_strategy_gives_the_same_output(paths, seed):
+    """Apart from float32 rounding, which the fp64 comparison bounds for each."""
+    heads = HeadConfig(8, 2, 32)
+    problem = make_problem(paths, heads, seed=seed)
+    results = []
+    for strategy in STRATEGIES:
+        plan = planner(heads, strategy).plan(paths)
+        made = executor(problem, plan)
+        made.load(plan, problem.req_to_token, problem.pool)
+        results.append(run(made, problem))
+    for out, lse in results[1:]:
+        torch.testing.assert_close(out, results[0][0], rtol=0, atol=5e-6)
+        torch.testing.assert_close(lse, results[0][1], rtol=0, atol=5e-6)
+
+
+def test_grows_to_the_last_token_of_the_headroom():
+    heads = HeadConfig(8, 2, 32)
+    paths = path_table([(-1, 64)], [0, 0, -1], [15, 16, 1])
+    for headroom in (1, 20):
+        plan = planner(heads, "naive", headroom=headroom).plan(paths)
+        check(make_problem(paths, heads), plan, grown=headroom)
+
+
+def test_consecutive_plans_on_one_executor():
+    """The second plan is smaller: nothing of the first may shine through."""
+    heads = HeadConfig(8, 2, 32)
+    problems, plans = [], []
+    for seed, batch in ((1, 9), (2, 4), (3, 8)):
+        paths = random_paths(seed, batch, 10)
+        problems.append(make_problem(paths, heads, seed=seed))
+        plans.append(planner(heads, STRATEGIES[seed]).plan(paths))
+    made = executor(problems[0], *plans)
+    for problem, plan in zip(problems, plans, strict=True):
+        slots = problem.req_to_token.clone()
+        made.load(plan, slots, problem.pool)
+        slots.fill_(0)  # a plan owns its slots: NaN if run() still looked there
+        assert_attention(problem, *run(made, problem))
+
+
+def test_a_plan_that_is_too_large_leaves_the_current_one():
+    heads = HeadConfig(8, 2, 32)
+    small, large = random_paths(1, 3, 4), random_paths(2, 30, 20)
+    problem = make_problem(small, heads)
+    plan = planner(heads, "naive").plan(small)
+    made = executor(problem, plan)
+    made.load(plan, problem.req_to_token, problem.pool)
+    other = make_problem(large, heads)
+    too_large = planner(heads, "naive").plan(large)
+    capacity = Capacity.for_plan(too_large)
+    for name in ("words", "index_slots", "partials"):
+        made.capacity = replace(capacity, **{name: getattr(capacity, name) - 1})
+        with pytest.raises(PlanTooLarge, match="plan needs"):
+            made.load(too_large, other.req_to_token, other.pool)
+        assert made.plan is plan
+    assert_attention(problem, *run(made, problem))
+
+
+def test_capacity_grows_to_powers_of_two():
+    grown = Capacity(100, 1000, 8).grown_to(Capacity(65, 1025, 9))
+    assert grown == Capacity(128, 2048, 16)
+    assert Capacity(100, 1000, 8).grown_to(Capacity(1, 1, 1)) == Capacity(100, 1000, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize("soft_cap", [0.0, 5.0])
+def test_ground_truth_is_plain_attention(dtype, soft_cap):
+    """reference.full_attention against this suite's own formulation."""
+    paths = random_paths(4, 7, 6)
+    problem = make_problem(paths, HEADS[2], torch.float16, soft_cap=soft_cap)
+    out, lse = reference.full_attention(
+        problem.q, problem.k, problem.v, problem.req_to_token, problem.pool, problem.seq_lens,
+        sm_scale=problem.sm_scale, logits_soft_cap=soft_cap, dtype=dtype,
+    )  # fmt: skip
+    want, want_lse = plain_attention(problem, torch.float64)
+    assert out.dtype == dtype and lse.base == "2"
+    # logits up to 2**3, weights and values near 1: a few roundings of each
+    atol = 40 * torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=atol)
+    torch.testing.assert_close(lse.values.double(), want_lse, rtol=0, atol=atol)
+
+
+def test_soft_cap_changes_the_result():
+    """Else the tests with a cap would prove nothing."""
+    paths = random_paths(4, 5, 6)
+    capped = make_problem(paths, HEADS[2], soft_cap=5.0)
+    plain = replace(capped, soft_cap=0.0)
+    difference = (
+        plain_attention(capped, torch.float64)[0] - plain_attention(plain, torch.float64)[0]
+    )
+    assert difference.abs().max() > 0.05
