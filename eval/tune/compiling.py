@@ -1,0 +1,159 @@
+"""Compiles forward kernels for a GPU that need not be there, and reads the compiler's report."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+from sgl_prefix_attn.plan.tiles import TileConfig
+from sgl_prefix_attn.records import HeadConfig
+
+_PARTIAL_TYPE = {"bf16": "fp16", "fp16": "fp16", "fp32": "fp32"}
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a tile is compiled for; dtype 'bf16', 'fp16' or 'fp32' of q, K, V and the output."""
+
+    arch: int
+    heads: HeadConfig
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the compiler made of a tile.
+
+    registers         a thread
+    spilled           bytes of registers stored to local memory
+    smem              bytes of shared memory
+    tiles_in_flight   K and V tiles that the software pipeline of one CTA has under way at once
+    wgmma             whether Hopper's warp-group MMA is used
+    """
+
+    registers: int
+    spilled: int
+    smem: int
+    tiles_in_flight: int
+    wgmma: bool
+
+
+def compile_all(
+    tiles: list[TileConfig], target: Target, jobs: int | None = None
+) -> dict[TileConfig, Report | str]:
+    """Report of every tile, or the compiler's error, over `jobs` processes (default: all CPUs)."""
+    jobs = min(jobs or os.cpu_count() or 1, len(tiles))
+    if not tiles:
+        return {}
+    # spawn: a child forked from a process with threads may hang
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _compiled_kernels) as pool:
+        return dict(zip(tiles, pool.map(_try, tiles, [target] * len(tiles)), strict=True))
+
+
+def _compiled_kernels() -> None:
+    """The interpreter's kernels cannot be compiled; they replace the real ones at import."""
+    os.environ.pop("TRITON_INTERPRET", None)
+
+
+def _try(tile: TileConfig, target: Target) -> Report | str:
+    try:
+        return report(tile, target)
+    except Exception as error:  # the compiler's refusal is a result
+        lines = str(error).strip().splitlines() or [""]
+        return f"{type(error).__name__}: {lines[-1]}"
+
+
+def report(tile: TileConfig, target: Target) -> Report:
+    """Compile one tile with the arguments that ForwardLauncher gives it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from sgl_prefix_attn.kernels.triton.shared import shared_kernel
+    from sgl_prefix_attn.kernels.triton.tails import tails_kernel
+
+    kernel = tails_kernel if tile.requests else shared_kernel
+    heads = target.heads
+    constants = {
+        "NUM_KV_HEADS": heads.num_kv_heads,
+        "GROUP": heads.group_size,
+        "HEAD_DIM": heads.head_dim,
+        "BLOCK_D": max(16, triton.next_power_of_2(heads.head_dim)),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "REQUESTS": tile.requests,
+        "TILE": 0,
+        "HAS_SOFT_CAP": False,
+        "HAS_LSE": False,
+    }
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else _type(n, target.dtype) for n in names}
+    aligned = [
+        n for n in names if n.startswith("stride") or (n.endswith("_ptr") and n != "ticket_ptr")
+    ]
+    compiled = triton.compile(
+        ASTSource(
+            kernel,
+            signature,
+            constexprs={(names.index(n),): v for n, v in constants.items() if n in names},
+            attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+        ),
+        target=GPUTarget("cuda", target.arch, 32),
+        options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+    )
+    registers, spilled = _assemble(compiled.asm["ptx"], Path(triton.__file__).parent)
+    wgmma = "wgmma.mma_async" in compiled.asm["ptx"]
+    return Report(
+        registers=registers,
+        spilled=spilled,
+        smem=compiled.metadata.shared,
+        tiles_in_flight=_tiles_in_flight(compiled.asm["ttgir"], wgmma),
+        wgmma=wgmma,
+    )
+
+
+def _type(name: str, dtype: str) -> str:
+    pointers = {
+        "plan_ptr": "i32",
+        "kv_indices_ptr": "i32",
+        "ticket_ptr": "i32",
+        "seq_lens_ptr": "i64",
+        "partial_out_ptr": _PARTIAL_TYPE[dtype],
+        "partial_state_ptr": "fp32",
+    }
+    if name.endswith("_ptr"):
+        return "*" + pointers.get(name, dtype)
+    return "i32" if name.startswith("stride") else "fp32"
+
+
+def _assemble(ptx: str, triton_home: Path) -> tuple[int, int]:
+    """(registers a thread, bytes of spill stores), from the report of Triton's own assembler."""
+    arch = re.search(r"\.target (sm_\w+)", ptx)[1]
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        log = subprocess.run(
+            [
+                triton_home / "backends/nvidia/bin/ptxas", "-v", f"-arch={arch}",
+                source, "-o", source.with_suffix(".o"),
+            ],
+            capture_output=True, text=True, check=True,
+        ).stderr  # fmt: skip
+    registers = int(re.search(r"Used (\d+) registers", log)[1])
+    return registers, int(re.search(r"(\d+) bytes spill stores", log)[1])
+
+
+def _tiles_in_flight(ttgir: str, wgmma: bool) -> int:
+    """Buffers that the pipeline keeps for K and V: [buffers, rows, columns] of the model's dtype.
+    wgmma reads its tile from one of them; other MMAs copy it to registers first. Without a pipeline
+    a tile at a time is loaded."""
+    buffers = re.findall(
+        r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x(?:bf16|f16|f32)", ttgir
+    )
+    return max(1, sum(int(n) - wgmma for n in buffers))

@@ -1,0 +1,119 @@
+"""The offline tile solver: constraints on hand-made reports, and the defaults really compiled."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import triton
+
+from eval.tune import constraints, solve
+from eval.tune.__main__ import main
+from eval.tune.compiling import Report
+from eval.tune.gpus import GPUS
+from sgl_prefix_attn.plan.tiles import TileConfig
+from sgl_prefix_attn.records import HeadConfig
+
+HEADS = HeadConfig(32, 8, 128)
+H100 = GPUS["H100"]
+GOOD = Report(registers=168, spilled=0, smem=40_000, tiles_in_flight=2, wgmma=False)
+
+PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+needs_compiler = pytest.mark.skipif(
+    shutil.which(str(PTXAS)) is None, reason="this Triton has no CUDA assembler"
+)
+
+
+def judged(tile=None, heads=HEADS, gpu=H100, dtype="bf16", **changes):
+    tile = tile or TileConfig(16, 64, num_warps=4, num_stages=3)
+    return constraints.judge(tile, Report(**{**vars(GOOD), **changes}), heads, gpu, dtype)
+
+
+def names(violations):
+    return [name for name, _ in violations]
+
+
+def test_a_good_tile_is_feasible():
+    verdict = judged()
+    assert verdict.feasible
+    # 65536 registers / (168 * 128 threads), 233472 B of shared memory / 41024
+    assert verdict.ctas_per_sm == 3
+    assert verdict.in_flight == 132 * 3 * 2 * 64 * 128 * 2
+
+
+def test_shared_memory_is_bounded_and_the_excess_is_named():
+    verdict = judged(smem=H100.smem_per_cta + 8)
+    assert names(verdict.violations) == ["1 shared memory"]
+    assert "8 B over" in verdict.violations[0][1]
+    assert judged(smem=H100.smem_per_cta).feasible
+
+
+def test_a_smaller_gpu_excludes_what_a_larger_one_runs():
+    assert judged(smem=200_000).feasible
+    assert names(judged(smem=200_000, gpu=GPUS["A100"]).violations) == ["1 shared memory"]
+
+
+def test_spills_are_excluded():
+    assert names(judged(registers=255, spilled=64).violations) == ["1 registers"]
+
+
+def test_more_registers_than_an_sm_has_are_excluded():
+    tile = TileConfig(128, 64, num_warps=16)
+    assert names(judged(tile, registers=200).violations) == ["1 registers"]
+
+
+def test_bytes_in_flight_bound_n_from_below():
+    tile = TileConfig(16, 16, num_warps=4)
+    verdict = judged(tile, smem=200_000, tiles_in_flight=1)  # one CTA an SM, 4 KiB each
+    assert names(verdict.violations) == ["2 bytes in flight"]
+    # L * B / (S * C * t * h * b) = 914550 / (132 * 1 * 1 * 128 * 2)
+    assert "n >= 28" in verdict.violations[0][1]
+    assert judged(TileConfig(16, 32, num_warps=4), smem=200_000, tiles_in_flight=1).feasible
+
+
+@pytest.mark.parametrize(
+    ("tile", "reason"),
+    [
+        (TileConfig(8, 64), "m=8"),
+        (TileConfig(16, 8), "n=8"),
+        (TileConfig(24, 64), "m=24"),
+        (TileConfig(16, 64, requests=8), "32 rows"),
+        (TileConfig(64, 16, requests=32), "n=16"),
+    ],
+)
+def test_mma_bounds_m_and_n_from_below(tile, reason):
+    found = constraints.before_compiling(tile, HeadConfig(8, 2, 128), H100)
+    assert "3 MMA" in names(found) and any(reason in why for _, why in found)
+
+
+def test_an_accumulator_larger_than_the_registers_is_not_compiled():
+    found = constraints.before_compiling(TileConfig(128, 64, num_warps=1), HEADS, H100)
+    assert names(found) == ["1 registers"] and "512 a thread" in found[0][1]
+    assert not constraints.before_compiling(TileConfig(128, 64, num_warps=4), HEADS, H100)
+
+
+def test_a_compiler_refusal_is_a_verdict():
+    verdict = constraints.judge(TileConfig(16, 64), "CompilationError: no", HEADS, H100, "bf16")
+    assert verdict.violations == [("compiler", "CompilationError: no")]
+
+
+def test_the_space_holds_the_defaults_of_tails():
+    defaults = [tile for tile in solve.default_tiles(H100, HEADS) if tile.requests]
+    kinds = {(tile.requests, tile.block_m) for tile in solve.space(defaults)}
+    assert {(tile.requests, tile.block_m) for tile in defaults} <= kinds
+    assert {(0, m) for m in (16, 32, 64, 128)} <= kinds
+
+
+@needs_compiler
+def test_the_defaults_are_feasible_on_an_h100():
+    tiles = [solve.shape(tile) for tile in solve.default_tiles(H100, HEADS)]
+    solution = solve.solve(H100, HEADS, "bf16", tiles)
+    assert {v.tile for v in solution.verdicts} == solution.defaults
+    for verdict in solution.verdicts:
+        assert verdict.feasible, f"{verdict.tile}: {verdict.violations}"
+        assert verdict.report.registers > 32 and verdict.report.smem > 16 * 128 * 2
+
+
+def test_an_unknown_architecture_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["solve", "--arch", "75"])
+    assert "known are [80, 90]" in capsys.readouterr().err
