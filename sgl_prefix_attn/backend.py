@@ -108,6 +108,14 @@ class PrefixAttnBackend(AttentionBackend):
             # Behind a wrapper that the hook cannot look through no batch ever reaches us.
             self._only_stock("wrapped_backend")
         self.stock.init_cuda_graph_state(max_bs, max_num_tokens)
+        if self._executor is not None:
+            # Nothing writes padding rows: they must hold finite numbers, because a model may take
+            # statistics over all rows (dynamic activation scales, expert routing).
+            heads = self._executor.heads
+            shape = (max_bs, heads.num_qo_heads, heads.head_dim)
+            self._graph_out = torch.zeros(
+                shape, dtype=self._runner.dtype, device=self._runner.device
+            )
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return self.stock.get_cuda_graph_seq_len_fill_value()
@@ -164,7 +172,9 @@ class PrefixAttnBackend(AttentionBackend):
                 layer, KVWriteLoc(forward_batch.out_cache_loc), k, v
             )
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out = torch.empty_like(q)
+        # One output for all layers of a graph: a layer's is consumed before the next writes it.
+        captured = self._active is self._padding
+        out = self._graph_out[: len(q)] if captured else torch.empty_like(q)
         self._executor.run(
             q,
             self.token_to_kv_pool.get_key_buffer(layer.layer_id),

@@ -18,6 +18,7 @@ class TileConfig:
     requests     0: the shared kernel, all rows over the same KV; otherwise the tails kernel with
                  up to that many requests side by side in a tile (a power of two)
     max_regs     registers a thread may have, None: as the compiler likes; fewer let more CTAs fit
+    min_kv       KV length from which a shared tile is preferred to one of the same block_m before it
     fill         CTAs on every SM with which this tile reaches its full rate (measured)
     """
 
@@ -27,6 +28,7 @@ class TileConfig:
     num_stages: int = 3
     requests: int = 0
     max_regs: int | None = None
+    min_kv: int = 0
     fill: float = 2.0
 
 
@@ -34,7 +36,7 @@ class TileConfig:
 class TileSet:
     """The tiles a planner may pick from, and how it splits long KV.
 
-    shared       for KV that several queries share, in ascending block_m, then block_n
+    shared       for KV that several queries share, in ascending block_m, then min_kv
     tail         for one request's tail
     packed_tail  for several short tails at once, or None
     packed_len   longest tail, in KV tokens, that is packed with others
@@ -58,9 +60,9 @@ class TileSet:
     def __post_init__(self):
         if not self.shared or len(self.tiles) > layout.MAX_TILES:
             raise ValueError(f"shared must hold 1 to {layout.MAX_TILES - 2} tiles")
-        sizes = [(t.block_m, t.block_n) for t in self.shared]
+        sizes = [(t.block_m, t.min_kv) for t in self.shared]
         if sizes != sorted(sizes) or any(t.requests for t in self.shared):
-            raise ValueError("shared must hold shared tiles in ascending block_m, then block_n")
+            raise ValueError("shared must hold shared tiles in ascending block_m, then min_kv")
         if self.tail.requests != 1:
             raise ValueError("tail must be a tails tile for one request")
         if self.packed_tail is not None and self.packed_tail.requests < 2:
@@ -102,8 +104,8 @@ def tile_packs(packs: Packs, tile_set: TileSet, costs: CostModel) -> Tiling:
     """Pick a tile for every pack and split long KV towards equal work.
 
     Shared packs round up: the smallest block_m that holds the pack's queries * group_size rows, and
-    the largest one, several times, for more; of that block_m's tiles, the largest block_n not above
-    the KV length. Short tails of like length share a tile, where enough of them remain to fill the
+    the largest one, several times, for more; of that block_m's tiles, the last whose min_kv the KV
+    length reaches. Short tails of like length share a tile, where enough of them remain to fill the
     GPU. A job is split so that no item takes longer than the whole step, were it spread evenly,
     plus what launching and merging cost anyway (an occupancy-aware form of PAT's mean rule): finer
     splits would only add partial results.
@@ -160,7 +162,7 @@ def tile_packs(packs: Packs, tile_set: TileSet, costs: CostModel) -> Tiling:
 def _select_shared(queries, kv_len, tiles: tuple[TileConfig, ...], group: int):
     """(index into tiles, row tiles, queries per tile) of each shared pack."""
     block_m = np.array([t.block_m for t in tiles])
-    block_n = np.array([t.block_n for t in tiles])
+    min_kv = np.array([t.min_kv for t in tiles])
     most = block_m[-1] // group
     if most == 0:
         raise ValueError(
@@ -173,7 +175,7 @@ def _select_shared(queries, kv_len, tiles: tuple[TileConfig, ...], group: int):
     same_m = np.searchsorted(block_m, block_m[first], side="right") - first
     tile = first
     for step in range(1, int(same_m.max(initial=1))):
-        candidate = np.minimum(first + step, block_n.size - 1)
-        larger = (step < same_m) & (block_n[candidate] <= kv_len)
-        tile = np.where(larger, candidate, tile)
+        candidate = np.minimum(first + step, min_kv.size - 1)
+        preferred = (step < same_m) & (min_kv[candidate] <= kv_len)
+        tile = np.where(preferred, candidate, tile)
     return tile, row_tiles, per_tile
