@@ -44,7 +44,7 @@ def check(problem, plan, grown=0):
     st.sampled_from([0.0, 0.0, 5.0]),
     st.integers(0, 99),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_executor_is_full_attention(paths, heads, dtype, strategy, soft_cap, seed):
     problem = make_problem(paths, heads, dtype, soft_cap=soft_cap, seed=seed)
     check(problem, planner(heads, strategy).plan(paths), grown=seed % 3)
