@@ -26,14 +26,19 @@ def default_tile_set(device: torch.device | str, heads: HeadConfig) -> TileSet:
             packed_tickets=1,
             num_sms=CPU_SMS,
         )
+    rows = max(64, tail_m)
+    # Short KV wants many small CTAs, so fewer registers each; long KV wants large blocks. Wide
+    # heads need twice the warps to hold their accumulators in registers.
+    wide = heads.head_dim > 128
+    warps, stages = (2, 3) if wide else (1, 5)
     return TileSet(
         shared=(
-            TileConfig(max(16, tail_m), 64, num_warps=4, num_stages=3, fill=1.6),
-            TileConfig(max(64, tail_m), 64, num_warps=4, num_stages=5, fill=2.0),
+            TileConfig(rows, 32, 4 * warps, stages, max_regs=None if wide else 168),
+            TileConfig(rows, 64, 4 * warps, stages, min_kv=1024),
         ),
-        tail=TileConfig(tail_m, 64, num_warps=2, num_stages=3, requests=1, fill=2.4),
+        tail=TileConfig(tail_m, 64, 2 * warps, num_stages=3, requests=1, fill=2.4),
         packed_tail=(
-            TileConfig(tail_m, 64, num_warps=2, num_stages=2, requests=requests, fill=2.4)
+            TileConfig(tail_m, 64, 2 * warps, num_stages=2, requests=requests, fill=2.4)
             if requests > 1
             else None
         ),
