@@ -18,7 +18,7 @@ class TileConfig:
     requests     0: the shared kernel, all rows over the same KV; otherwise the tails kernel with
                  up to that many requests side by side in a tile (a power of two)
     max_regs     registers a thread may have, None: as the compiler likes; fewer let more CTAs fit
-    min_kv       KV length from which a shared tile is preferred to one of the same block_m before it
+    min_kv       KV length from which a shared tile is preferred to the one before of its block_m
     fill         CTAs on every SM with which this tile reaches its full rate (measured)
     """
 
