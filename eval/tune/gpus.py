@@ -1,4 +1,4 @@
-"""Limits of the GPUs that the solver knows: PAT §5.2's S_smem, S_register, S_reg_thr, S, L and B."""
+"""Limits of the GPUs that the solver knows: PAT §5.2's S_smem, S_register, S, L and B."""
 
 from __future__ import annotations
 
