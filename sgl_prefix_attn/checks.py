@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,13 +25,14 @@ def wrapper_arguments(head_dim, page_size, dtype, logits_soft_cap) -> None:
 
 
 def lengths(seq_lens: torch.Tensor | Sequence[int]) -> np.ndarray:
-    """seq_lens as int32 [B], each at least 1."""
+    """seq_lens as int32 [B], each at least 1 and within int32."""
     array = _integers("seq_lens", seq_lens)
     if array.size == 0:
         raise ValueError("seq_lens is empty: a step needs at least one request")
-    bad = np.flatnonzero(array < 1)
+    most = np.iinfo(np.int32).max
+    bad = np.flatnonzero((array < 1) | (array > most))
     if bad.size:
-        raise ValueError(f"seq_lens[{bad[0]}] is {array[bad[0]]}, must be at least 1")
+        raise ValueError(f"seq_lens[{bad[0]}] is {array[bad[0]]}, must be 1 to {most}")
     return array.astype(np.int32)
 
 
@@ -43,7 +45,13 @@ def path_table(paths: Sequence[Sequence[tuple[int, int]]], seq_lens: np.ndarray)
     leaf = np.full(seq_lens.size, -1, np.int32)
     for row, path in enumerate(paths):
         above, total = -1, 0
-        for node, tokens in path:
+        for entry in path:
+            try:
+                node, tokens = map(operator.index, entry)
+            except (TypeError, ValueError):
+                raise ValueError(
+                    f"paths[{row}] must hold pairs of integers (node_id, length), got {entry!r}"
+                ) from None
             if tokens < 1:
                 raise ValueError(f"paths[{row}]: node {node} has length {tokens}, must be >= 1")
             here = index.get(node)
@@ -97,12 +105,12 @@ def block_table(table: torch.Tensor, seq_lens: np.ndarray, page_size: int) -> No
     _fits("block_table", table.shape[1] * page_size, seq_lens)
 
 
-def max_slot(req_to_token: torch.Tensor, pool: torch.Tensor, seq_lens: np.ndarray) -> int:
-    """Largest slot that a request uses. Raises for a negative one."""
-    used = _used_slots(req_to_token, pool, seq_lens)
+def max_slot(name: str, table: torch.Tensor, pool: torch.Tensor, seq_lens: np.ndarray) -> int:
+    """Largest slot that a request uses. Raises for a negative one, naming the argument `name`."""
+    used = _used_slots(table, pool, seq_lens)
     bad = (used < 0).any(dim=1).nonzero()
     if bad.numel():
-        raise ValueError(f"req_to_token: row of request {bad[0].item()} holds a negative slot")
+        raise ValueError(f"{name}: row of request {bad[0].item()} holds a negative slot")
     return int(used.max())
 
 
@@ -123,9 +131,21 @@ def slots_agree(plan: Plan, req_to_token: torch.Tensor, pool: torch.Tensor) -> N
             )
 
 
-def append_slots(out_cache_loc: torch.Tensor, batch: int) -> None:
-    if out_cache_loc.shape != (batch,):
-        raise ValueError(f"out_cache_loc must have shape ({batch},), got {out_cache_loc.shape}")
+def append_slots(out_cache_loc: torch.Tensor, batch: int) -> int:
+    """Largest of the new slots, -1 on a GPU: looking at values there would synchronise."""
+    if tuple(out_cache_loc.shape) != (batch,):
+        raise ValueError(
+            f"out_cache_loc must have shape ({batch},), got {tuple(out_cache_loc.shape)}"
+        )
+    if out_cache_loc.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"out_cache_loc must be int32 or int64, got {out_cache_loc.dtype}")
+    if out_cache_loc.device.type != "cpu":
+        return -1
+    bad = (out_cache_loc < 0).nonzero()
+    if bad.numel():
+        row = bad[0].item()
+        raise ValueError(f"out_cache_loc[{row}] is {out_cache_loc[row]}, a negative slot")
+    return int(out_cache_loc.max())
 
 
 def run_tensors(q, kv_cache, out, heads: HeadConfig, dtype, device, batch: int, largest_slot: int):

@@ -90,7 +90,7 @@ class PrefixDecodeWrapper:
         lengths = checks.lengths(seq_lens)
         table = checks.path_table(paths, lengths)
         pool = checks.pool_indices(req_pool_indices, lengths, req_to_token)
-        self._load(table, req_to_token, pool)
+        self._load(table, "req_to_token", req_to_token, pool)
 
     def plan_block_table(
         self, block_table: torch.Tensor, seq_lens: torch.Tensor | Sequence[int]
@@ -106,19 +106,21 @@ class PrefixDecodeWrapper:
         pages = block_table.cpu().numpy()
         table = bt.shared_paths(pages, lengths, self.page_size)
         slots = bt.token_slots(block_table, self.page_size)
-        self._load(table, slots, torch.arange(lengths.size, device=self.device))
+        self._load(table, "block_table", slots, torch.arange(lengths.size, device=self.device))
 
     def append(self, out_cache_loc: torch.Tensor) -> None:
         """Every request one token longer, at slot out_cache_loc [B]; the plan stays.
 
-        Raises RuntimeError when the plan's headroom is full: plan again.
+        Raises RuntimeError when the plan's headroom is full: plan again. ValueError naming
+        out_cache_loc for a wrong shape or dtype and, where it is in host memory, a negative slot.
         """
         plan = self._planned()
-        checks.append_slots(out_cache_loc, plan.batch_size)
+        largest = checks.append_slots(out_cache_loc, plan.batch_size)
         if self._appended >= plan.appends_left:
             raise RuntimeError(
                 f"the plan's headroom of {plan.appends_left} tokens is full: call plan() again"
             )
+        self._max_slot = max(self._max_slot, largest)
         self._seq_lens += 1
         self._appended += 1
         self._executor.append(self._seq_lens, out_cache_loc.to(self.device))
@@ -182,10 +184,13 @@ class PrefixDecodeWrapper:
             raise RuntimeError("no plan yet: call plan() or plan_block_table() first")
         return self._plan
 
-    def _load(self, table: PathTable, req_to_token: torch.Tensor, pool: torch.Tensor) -> None:
+    def _load(
+        self, table: PathTable, name: str, req_to_token: torch.Tensor, pool: torch.Tensor
+    ) -> None:
+        """Plan and load; `name` is the caller's argument that req_to_token [R, C] came from."""
         plan = self._planner.plan(table)
         checks.slots_agree(plan, req_to_token, pool)
-        self._max_slot = checks.max_slot(req_to_token, pool, plan.seq_lens)
+        self._max_slot = checks.max_slot(name, req_to_token, pool, plan.seq_lens)
         if self._executor is None or not self._executor.capacity.covers(plan):
             need = Capacity.for_plan(plan)
             have = self._executor.capacity if self._executor else Capacity(1, 1, 1)
