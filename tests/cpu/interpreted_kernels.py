@@ -11,7 +11,7 @@ from sgl_prefix_attn.plan import STRATEGIES
 from sgl_prefix_attn.records import HeadConfig
 from tests.cpu.forests import path_table, planner, random_paths
 from tests.cpu.problems import assert_attention, make_problem
-from tests.cpu.running import PADDING, executor, run
+from tests.cpu.running import PADDING, executor, planned_wrapper, run
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -185,3 +185,17 @@ def test_strided_tensors():
         q[:, 1], both[:, 0], both[:, 1], problem.seq_lens, out[:, 0], sm_scale=problem.sm_scale
     )
     assert torch.equal(out[:, 0], want) and out[:, 1].isnan().all()
+
+
+def test_library_api():
+    """PrefixDecodeWrapper runs the kernels here, with its own tiles and costs."""
+    paths = random_paths(6, 7, 5, lengths=(1, 16, 40))
+    problem = make_problem(paths, HEADS, torch.float16)
+    made = planned_wrapper(problem)
+    assert made._executor._launch is not None
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(2):
+        out, lse = made.run(problem.q, (problem.k, problem.v), return_lse=True)
+        assert_attention(problem, out, lse.values)
+        made.append(problem.grow(generator))
+    assert_attention(problem, made.run(problem.q, (problem.k, problem.v)))

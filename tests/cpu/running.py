@@ -6,8 +6,9 @@ import math
 
 import torch
 
+from sgl_prefix_attn import PrefixDecodeWrapper
 from sgl_prefix_attn.executor import Capacity, PlanExecutor
-from tests.cpu.forests import splitting_tiles
+from tests.cpu.forests import chain, splitting_tiles
 
 PADDING = 3  # rows of q and out above the batch, as in a captured graph
 
@@ -43,3 +44,22 @@ def run(made, problem):
     )  # fmt: skip
     assert out[batch:].isnan().all() and lse[batch:].isnan().all(), "padding rows were written"
     return out[:batch], lse[:batch]
+
+
+def wrapper(heads, dtype=torch.float32, **options):
+    sizes = (heads.num_qo_heads, heads.num_kv_heads, heads.head_dim)
+    return PrefixDecodeWrapper(*sizes, device="cpu", dtype=dtype, **options)
+
+
+def paths_of(table):
+    """The (node_id, length) lists that PrefixDecodeWrapper.plan takes."""
+    rows = range(table.leaf.size)
+    return [
+        [(int(table.node_id[n]), int(table.length[n])) for n in chain(table, row)] for row in rows
+    ]
+
+
+def planned_wrapper(problem, **options):
+    made = wrapper(problem.heads, problem.dtype, sm_scale=problem.sm_scale, **options)
+    made.plan(paths_of(problem.paths), problem.seq_lens, problem.req_to_token, problem.pool)
+    return made

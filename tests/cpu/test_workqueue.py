@@ -150,7 +150,10 @@ def test_long_kv_is_split_and_stays_covered():
 
 # --- tile choice ----------------------------------------------------------------------------------
 def tile_set(**options) -> TileSet:
-    shared = (TileConfig(16, 16), TileConfig(16, 64), TileConfig(64, 32), TileConfig(64, 128))
+    shared = (
+        TileConfig(16, 16), TileConfig(16, 64, min_kv=64),
+        TileConfig(64, 32), TileConfig(64, 128, min_kv=128),
+    )  # fmt: skip
     options = {"tail": TileConfig(16, 32, requests=1), "num_sms": 4, **options}
     return TileSet(shared=shared, **options)
 
@@ -163,7 +166,7 @@ def naive_plan(paths, tiles, heads=HEADS[1]):
 @pytest.mark.parametrize(
     "queries, kv_len, tile, per_item",
     [  # group size 4; tile 0 is the tail's, 1 to 4 are shared
-        (4, 63, 1, [4]),  # 16 rows fit block_m 16; 63 tokens are fewer than block_n 64
+        (4, 63, 1, [4]),  # 16 rows fit block_m 16; 63 tokens are below the second's min_kv 64
         (4, 64, 2, [4]),
         (5, 127, 3, [5]),  # 20 rows need block_m 64
         (16, 128, 4, [16]),
@@ -232,7 +235,13 @@ def test_tile_set_refuses(options, message):
 
 
 @pytest.mark.parametrize(
-    "shared", [(), (TileConfig(64, 32), TileConfig(16, 32)), (TileConfig(16, 32, requests=2),)]
+    "shared",
+    [
+        (),
+        (TileConfig(64, 32), TileConfig(16, 32)),
+        (TileConfig(16, 32, min_kv=64), TileConfig(16, 64)),
+        (TileConfig(16, 32, requests=2),),
+    ],
 )
 def test_shared_tiles_must_be_in_order(shared):
     with pytest.raises(ValueError, match="shared must hold"):

@@ -1,0 +1,188 @@
+"""The library API refuses bad input with a ValueError that names the argument and the row."""
+
+import math
+
+import pytest
+import torch
+
+from sgl_prefix_attn import PrefixDecodeWrapper
+from sgl_prefix_attn.records import HeadConfig
+from tests.cpu.forests import path_table
+from tests.cpu.problems import assert_attention, make_problem
+from tests.cpu.running import planned_wrapper, wrapper
+
+HEADS = HeadConfig(8, 2, 32)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"heads": (7, 2, 32)}, r"num_qo_heads \(7\) must be a multiple of num_kv_heads \(2\)"),
+        ({"heads": (0, 1, 32)}, "num_qo_heads must be a positive integer"),
+        ({"heads": (8, 2, 8)}, "head_dim must be between 16 and 256, got 8"),
+        ({"heads": (8, 2, 512)}, "head_dim must be between 16 and 256, got 512"),
+        ({"heads": (8, 2.0, 32)}, "num_kv_heads must be a positive integer"),
+        ({"page_size": 0}, "page_size must be an integer >= 1"),
+        ({"page_size": 1.5}, "page_size must be an integer >= 1"),
+        ({"dtype": torch.float64}, "dtype must be one of .*float32.*got torch.float64"),
+        ({"dtype": torch.int8}, "dtype must be one of"),
+        ({"strategy": "best"}, "strategy must be one of query, .*got 'best'"),
+        ({"logits_soft_cap": -1.0}, "logits_soft_cap must be >= 0"),
+        ({"logits_soft_cap": math.nan}, "logits_soft_cap must be >= 0"),
+    ],
+)
+def test_constructor_refuses(options, message):
+    options = {"dtype": torch.float32, "heads": (8, 2, 32), **options}
+    with pytest.raises(ValueError, match=message):
+        PrefixDecodeWrapper(*options.pop("heads"), device="cpu", **options)
+
+
+def plan_arguments():
+    """Three requests, the first two share node 7; node 8 is the second's alone."""
+    slots = torch.arange(1, 1 + 4 * 30, dtype=torch.int32).view(4, 30)
+    slots[1, :10] = slots[0, :10]
+    return {
+        "paths": [[(7, 10)], [(7, 10), (8, 5)], []],
+        "seq_lens": torch.tensor([12, 20, 5]),
+        "req_to_token": slots,
+        "req_pool_indices": torch.tensor([0, 1, 3]),
+    }
+
+
+def different_shared_slot():
+    slots = plan_arguments()["req_to_token"]
+    slots[1, 9] = 0
+    return slots
+
+
+def negative_slot():
+    slots = plan_arguments()["req_to_token"]
+    slots[3, 4] = -1
+    return slots
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"seq_lens": torch.tensor([], dtype=torch.int64), "paths": []}, "seq_lens is empty"),
+        ({"seq_lens": [12, 0, 5]}, r"seq_lens\[1\] is 0, must be 1 to 2147483647"),
+        ({"seq_lens": [12, 20, -5]}, r"seq_lens\[2\] is -5"),
+        ({"seq_lens": [12, 20, 5.0]}, "seq_lens must be one-dimensional integers"),
+        ({"seq_lens": [[12, 20, 5]]}, "seq_lens must be one-dimensional integers"),
+        ({"seq_lens": torch.tensor(12)}, "seq_lens must be one-dimensional integers"),
+        ({"seq_lens": [True, True, True]}, "seq_lens must be one-dimensional integers"),
+        ({"seq_lens": [12, 31, 5]}, r"seq_lens\[1\] is 31 but req_to_token holds 30"),
+        ({"seq_lens": [12, 20, 2**32 + 5]}, r"seq_lens\[2\] is 4294967301"),
+        ({"seq_lens": [12, 20]}, "paths has 3 rows, seq_lens 2"),
+        ({"seq_lens": [10, 20, 5]}, r"paths\[0\] holds 10 tokens but seq_lens\[0\] is 10"),
+        ({"seq_lens": [12, 14, 5]}, r"paths\[1\] holds 15 tokens but seq_lens\[1\] is 14"),
+        ({"paths": [[(7, 10)], [(7, 11), (8, 5)], []]}, r"paths\[1\] contradicts.*length 11"),
+        ({"paths": [[(7, 10)], [(8, 5), (7, 10)], []]}, r"paths\[1\] contradicts.*node 7"),
+        ({"paths": [[(7, 4), (7, 4)], [], []]}, r"paths\[0\] contradicts"),
+        ({"paths": [[(7, 10)], [(7, 10), (8, 0)], []]}, r"paths\[1\]: node 8 has length 0"),
+        ({"paths": [[(7, 10)], [(7, 10), (8, -2)], []]}, r"paths\[1\]: node 8 has length -2"),
+        ({"paths": [[(7, 10)], [(7, 10), (8, 2.5)], []]}, r"paths\[1\]"),
+        ({"paths": [[(7, 10)], [(7, 10), (8, "5")], []]}, r"paths\[1\]"),
+        ({"paths": [[(7, 10)], [(7, 10), ("b", 5)], []]}, r"paths\[1\]"),
+        ({"paths": [[(7, 10)], [(7, 10), 8], []]}, r"paths\[1\]"),
+        ({"paths": [[(7, 10)], [(7, 10), (8, 5, 1)], []]}, r"paths\[1\]"),
+        ({"paths": [[], []]}, "paths has 2 rows, seq_lens 3"),
+        ({"req_pool_indices": [0, 1, 4]}, r"req_pool_indices\[2\] is 4, .*has 4 rows"),
+        ({"req_pool_indices": [0, -1, 3]}, r"req_pool_indices\[1\] is -1"),
+        ({"req_pool_indices": [0, 1]}, "req_pool_indices has 2 rows, seq_lens 3"),
+        ({"req_pool_indices": [0.0, 1.0, 3.0]}, "req_pool_indices must be one-dimensional int"),
+        ({"req_to_token": torch.zeros(4, 30)}, "req_to_token must be a two-dimensional int"),
+        ({"req_to_token": torch.zeros(30, dtype=torch.int32)}, "req_to_token must be a two-dim"),
+        ({"req_to_token": different_shared_slot()}, r"paths\[1\] shares KV positions 0 to 10 with"),
+        ({"req_pool_indices": [0, 2, 3]}, r"paths\[1\] shares KV positions 0 to 10 with request 0"),
+        ({"req_to_token": negative_slot()}, "req_to_token: row of request 2 holds a negative"),
+    ],
+)
+def test_plan_refuses(change, message):
+    made = wrapper(HEADS)
+    made.plan(**plan_arguments())
+    with pytest.raises(ValueError, match=message):
+        made.plan(**{**plan_arguments(), **change})
+
+
+TABLE = torch.tensor([[1, 2, 3], [1, 2, 4]], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "table, seq_lens, message",
+    [
+        (TABLE, [9, 13], r"seq_lens\[1\] is 13 but block_table holds 12"),
+        (TABLE, [9], "block_table has 2 rows, seq_lens 1"),
+        (TABLE, [], "seq_lens is empty"),
+        (TABLE, [9, 0], r"seq_lens\[1\] is 0"),
+        (TABLE.float(), [9, 9], "block_table must be a two-dimensional int"),
+        (TABLE[0], [9, 9], "block_table must be a two-dimensional int"),
+        (TABLE - 4, [9, 9], "block_table.* row .*0"),
+    ],
+)
+def test_plan_block_table_refuses(table, seq_lens, message):
+    with pytest.raises(ValueError, match=message):
+        wrapper(HEADS, page_size=4).plan_block_table(table, seq_lens)
+
+
+def test_block_table_entries_behind_the_last_page_are_ignored():
+    table = TABLE.clone()
+    table[0, 2] = -1
+    wrapper(HEADS, page_size=4).plan_block_table(table, [8, 12])
+
+
+def run_arguments(problem):
+    return {"q": problem.q, "kv_cache": (problem.k, problem.v), "out": torch.empty_like(problem.q)}
+
+
+CHANGES = [
+    ("q", lambda t: t[:1], r"q must have shape \(2, 8, 32\), got \(1, 8, 32\)"),
+    ("q", lambda t: t[:, :4], r"q must have shape"),
+    ("q", lambda t: t.flatten(1), r"q must have shape"),
+    ("q", lambda t: t.half(), "q has dtype torch.float16, the wrapper was made for torch.float32"),
+    ("q", lambda t: t.transpose(1, 2).contiguous().transpose(1, 2), "q must be contiguous"),
+    ("out", lambda t: t[:1], "out must have shape"),
+    ("out", lambda t: t.double(), "out has dtype torch.float64"),
+    ("kv_cache", lambda kv: kv[:1], r"kv_cache must be a pair \(k, v\)"),
+    ("kv_cache", lambda kv: (kv[0][:, :1], kv[1]), r"kv_cache\[0\] must have shape \(slots, 2, 32"),
+    ("kv_cache", lambda kv: (kv[0], kv[1][..., :16]), r"kv_cache\[1\] must have shape"),
+    ("kv_cache", lambda kv: (kv[0], kv[1].bfloat16()), r"kv_cache\[1\] has dtype torch.bfloat16"),
+    ("kv_cache", lambda kv: (kv[0][:5], kv[1]), r"kv_cache\[0\] has 5 slots but .* reads slot"),
+    ("kv_cache", lambda kv: (kv[0], kv[1][:5]), r"kv_cache\[1\] has 5 slots but .* reads slot"),
+    ("kv_cache", lambda kv: (kv[0].to("meta"), kv[1]), r"kv_cache\[0\] is on meta"),
+]
+
+
+@pytest.mark.parametrize("name, change, message", CHANGES)
+def test_run_refuses(name, change, message):
+    problem = make_problem(path_table([(-1, 20)], [0, 0], [3, 4]), HEADS)
+    made = planned_wrapper(problem)
+    arguments = run_arguments(problem)
+    arguments[name] = change(arguments[name])
+    with pytest.raises(ValueError, match=message):
+        made.run(**arguments)
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [
+        torch.tensor([1]), torch.tensor([[1, 2]]), torch.tensor([1, 2, 3]),
+        torch.tensor([1.0, 2.0]), torch.tensor([1, -2]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_append_refuses(slots):
+    problem = make_problem(path_table([(-1, 20)], [0, 0], [3, 4]), HEADS)
+    made = planned_wrapper(problem)
+    with pytest.raises(ValueError, match="out_cache_loc"):
+        made.append(slots)
+    assert made.explain()["appended"] == 0
+    assert_attention(problem, made.run(problem.q, (problem.k, problem.v)))
+
+
+def test_appended_slots_count_as_read():
+    problem = make_problem(path_table([(-1, 20)], [0, 0], [3, 4]), HEADS)
+    made = planned_wrapper(problem)
+    made.append(torch.tensor([1, problem.k.shape[0]]))
+    with pytest.raises(ValueError, match=r"kv_cache\[0\] has \d+ slots but .* reads slot"):
+        made.run(problem.q, (problem.k, problem.v))
