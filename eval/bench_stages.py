@@ -1,0 +1,104 @@
+"""python -m eval.bench_stages: what each stage of the prefix kernels costs, by leaving others out.
+
+The same launches run over the same plan with some of its words blanked: without its merges, with
+only its tails' or only its shared items, or with nothing to do, which is what launching costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from eval import provenance
+from eval.bench_kernel.case import DTYPES, Case, build_case
+from eval.bench_kernel.floor import floor_us, rates_of
+from eval.bench_kernel.timing import LayerTimer
+from eval.bench_kernel.trees import parse_trees
+from sgl_prefix_attn.checks import lengths, path_table
+from sgl_prefix_attn.executor import Capacity, PlanExecutor
+from sgl_prefix_attn.kernels import layout as L
+from sgl_prefix_attn.plan import Planner, TileSet
+from sgl_prefix_attn.records import HeadConfig, Plan
+from sgl_prefix_attn.tuning import default_costs, default_tile_set
+
+STAGES = ("all", "forward", "tails", "shared", "empty")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.bench_stages", description=__doc__.split(":", 1)[1]
+    )
+    parser.add_argument("--trees", default="pat20", help="as in eval.bench_kernel")
+    parser.add_argument("--heads", default="32/8")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--json", metavar="OUT")
+    args = parser.parse_args(argv)
+    device = torch.device(args.device)
+    qo_heads, kv_heads = map(int, args.heads.split("/"))
+    heads = HeadConfig(qo_heads, kv_heads, 128)
+    dtype = DTYPES["bf16"]
+    rates = rates_of(device)
+    meta = provenance.collect("eval.bench_stages", argv or sys.argv[1:])
+    rows = []
+    print("microseconds a layer; merge = all - forward")
+    for tree in parse_trees(args.trees):
+        case = build_case(tree, heads, 1, dtype, device, seed=0)
+        times = {stage: _time(case, stage) for stage in STAGES}
+        floor = floor_us(tree, heads, dtype.itemsize, rates)
+        rows.append({"tree": tree.name, "heads": args.heads, "stage_floor_us": floor, **times})
+        parts = "  ".join(f"{stage} {times[stage]:.1f}" for stage in STAGES)
+        merge = times["all"] - times["forward"]
+        print(f"{tree.name}: floor {floor:.1f}  {parts}  merge {merge:.1f}", flush=True)
+        if args.json:
+            provenance.save(args.json, meta, rows)
+        del case
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return 0
+
+
+def without(plan: Plan, tile_set: TileSet, stage: str) -> Plan:
+    """The plan with the words of the stages that `stage` leaves out blanked."""
+    words = plan.words.copy()
+    if stage != "all":
+        words[L.H_NUM_MERGES] = 0
+    for i, tile in enumerate(tile_set.tiles):
+        kept = stage in ("all", "forward") or stage == ("tails" if tile.requests else "shared")
+        if not kept:
+            words[L.H_QUEUES + 2 * i + 1] = 0
+    return replace(plan, words=words)
+
+
+def _time(case: Case, stage: str) -> float:
+    tile_set = default_tile_set(case.device, case.heads)
+    costs = default_costs(case.device, case.heads, case.dtype.itemsize)
+    planner = Planner(case.heads, tile_set=tile_set, costs=costs)
+    seq_lens = lengths(np.full(case.tree.batch_size, case.tree.seq_len))
+    plan = planner.plan(path_table(case.tree.prefix_paths(), seq_lens))
+    executor = PlanExecutor(
+        case.heads,
+        device=case.device,
+        dtype=case.dtype,
+        tile_set=tile_set,
+        capacity=Capacity.for_plan(plan),
+    )
+    rows = torch.arange(case.tree.batch_size, device=case.device)
+    executor.load(without(plan, tile_set, stage), case.req_to_token, rows)
+    out = case.new_out()
+
+    def run(layer: int) -> torch.Tensor:
+        executor.run(
+            case.q, case.k[layer], case.v[layer], case.seq_lens, out[layer],
+            sm_scale=case.sm_scale,
+        )  # fmt: skip
+        return out[layer]
+
+    return LayerTimer(run, case.num_layers, case.device, capture=True).us()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
