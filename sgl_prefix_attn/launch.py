@@ -16,7 +16,8 @@ from sgl_prefix_attn.plan.tiles import TileConfig, TileSet
 from sgl_prefix_attn.records import HeadConfig
 
 _FILL_BLOCK = 1024
-_MERGE_HEADS = 8
+_MERGE_PARTS = 16
+_MERGE_ELEMENTS = 1024  # of one program's output
 
 
 @dataclass(frozen=True)
@@ -140,13 +141,17 @@ class ForwardLauncher:
 
     def _merge(self, ws: Workspace, out, out_lse):
         heads = self.heads
-        block_h = min(_MERGE_HEADS, triton.next_power_of_2(heads.num_qo_heads))
+        block_d = max(16, triton.next_power_of_2(heads.head_dim))
+        # small batches: smaller programs, so that every SM has some
+        elements = out.shape[0] * heads.num_qo_heads * block_d // (2 * self.num_sms)
+        block_h = max(1, min(_MERGE_ELEMENTS, elements) // block_d)
+        block_h = min(1 << (block_h.bit_length() - 1), triton.next_power_of_2(heads.num_qo_heads))
         merge_kernel[(out.shape[0], triton.cdiv(heads.num_qo_heads, block_h))](
             ws.partial_out, ws.partial_state, out, out if out_lse is None else out_lse, ws.words,
             ws.tickets, out.stride(0),
             NUM_QO_HEADS=heads.num_qo_heads, HEAD_DIM=heads.head_dim,
-            BLOCK_D=max(16, triton.next_power_of_2(heads.head_dim)), BLOCK_H=block_h,
-            HAS_LSE=out_lse is not None,
+            BLOCK_D=block_d, BLOCK_H=block_h, BLOCK_P=_MERGE_PARTS,
+            HAS_LSE=out_lse is not None, num_warps=4 if block_h * block_d >= 512 else 1,
         )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ def merge_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):
     """Grid (any, heads / BLOCK_H): programs walk the list of requests that have several parts."""
@@ -40,10 +41,13 @@ def merge_kernel(
         i_slot = tl.load(p_merge + M_SLOT).to(tl.int64)
         count = tl.load(p_merge + M_COUNT)
         b_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
-        for part in range(0, count):
-            i_partial = (i_slot + part) * NUM_QO_HEADS + i_head
-            b_lse = tl.load(partial_state_ptr + i_partial * 2, mask=mask_h, other=0.0)
-            b_max = tl.maximum(b_max, b_lse)
+        for first in range(0, count, BLOCK_P):
+            offs_p = first + tl.arange(0, BLOCK_P)
+            i_state = (i_slot + offs_p)[:, None] * NUM_QO_HEADS + i_head[None, :]
+            mask_state = (offs_p < count)[:, None] & mask_h[None, :]
+            b_lses = tl.load(partial_state_ptr + i_state * 2, mask=mask_state, other=float("-inf"))
+            b_max = tl.maximum(b_max, tl.max(b_lses, 0))
+        b_max = tl.where(mask_h, b_max, 0.0)
         b_sum = tl.zeros([BLOCK_H], tl.float32)
         b_acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
         # loads do not depend on earlier parts: unrolled, several are in flight
