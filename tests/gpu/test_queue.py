@@ -51,7 +51,8 @@ def test_small_tiles_equal_the_plan_interpreter(strategy):
     compare(made, problem, plan)
     generator = torch.Generator().manual_seed(2)
     for _ in range(17):
-        made.append(problem.seq_lens, grow(problem, generator))
+        slots = grow(problem, generator)
+        made.append(problem.seq_lens, slots)
     compare(made, problem, plan)
 
 

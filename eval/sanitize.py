@@ -1,0 +1,155 @@
+"""python -m eval.sanitize: the kernels under compute-sanitizer's memcheck and racecheck.
+
+Without --case this process runs the small case by itself, then under each tool, prints the tools'
+summaries and ends with 1 when one of them found an error. --plant puts a KV slot beyond the pool
+into the case: memcheck must find it, and the exit status is 1 when it does not. Status 2: no GPU or
+no compute-sanitizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from sgl_prefix_attn import reference
+from sgl_prefix_attn.executor import Capacity, PlanExecutor
+from sgl_prefix_attn.kernels import layout
+from sgl_prefix_attn.plan import Planner
+from sgl_prefix_attn.records import HeadConfig, PathTable
+from sgl_prefix_attn.tuning import default_costs, default_tile_set
+
+TOOLS = ("memcheck", "racecheck")
+_CUDA_BIN = "/usr/local/cuda/bin"
+_FOUND = 86  # exit status that the sanitizer gives for an error
+_TIMEOUT_S = 540
+
+HEADS = HeadConfig(8, 2, 64)
+_SHARED = ((-1, 150), (0, 70), (1, 40))  # (parent, length) of the nodes: a chain
+_LEAF = (2,) * 2 + (1,) * 16 + (0,) * 3 + (-1,) * 3
+_TAILS = tuple(1 + 11 * i % 60 for i in range(22)) + (300, 1)
+
+
+def main(argv: list[str]) -> int:
+    args = _parse(argv)
+    if args.case:
+        return run_case(plant=args.plant)
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which(
+        "compute-sanitizer", path=_CUDA_BIN
+    )
+    if not torch.cuda.is_available() or sanitizer is None:
+        missing = "a GPU" if sanitizer else "compute-sanitizer (part of the CUDA toolkit)"
+        print(f"eval.sanitize needs {missing}", file=sys.stderr)
+        return 2
+    case = [sys.executable, "-m", "eval.sanitize", "--case", "small"]
+    plain = subprocess.run(case, timeout=_TIMEOUT_S)  # compiles the kernels, too
+    if plain.returncode:
+        print("the case fails without a sanitizer", file=sys.stderr)
+        return 1
+    if args.plant:
+        found = _sanitized(sanitizer, "memcheck", [*case, "--plant"]) != 0
+        print(f"planted slot beyond the pool: {'found' if found else 'NOT FOUND'}")
+        return 0 if found else 1
+    return 1 if any([_sanitized(sanitizer, tool, case) for tool in TOOLS]) else 0
+
+
+def _sanitized(sanitizer: str, tool: str, case: list[str]) -> int:
+    """Errors that a tool reports for the case; prints its summary, and its report where it has
+    any. A tool that did not finish counts as an error, unless a planted fault was the reason."""
+    # One allocation a tensor: inside PyTorch's large blocks an access out of bounds looks valid.
+    env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    command = [sanitizer, "--tool", tool, "--error-exitcode", str(_FOUND), *case]
+    done = subprocess.run(
+        command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        timeout=_TIMEOUT_S,
+    )  # fmt: skip
+    summary = re.findall(r"={4,} (?:ERROR|RACECHECK) SUMMARY: (\d+) .*", done.stdout)
+    lines = [line for line in done.stdout.splitlines() if "SUMMARY" in line]
+    print(f"{tool}: exit status {done.returncode}; {lines[-1] if lines else 'no summary'}")
+    errors = int(summary[-1]) if summary else 0
+    if errors or (done.returncode and "--plant" not in case):
+        print("\n".join(done.stdout.splitlines()[:60]))
+    if "--plant" in case:
+        return errors
+    return errors or done.returncode or (0 if summary else 1)
+
+
+def run_case(plant: bool = False, device: str = "cuda") -> int:
+    """Every kernel once, on a few requests and one layer, checked against full attention."""
+    paths = _paths()
+    req_to_token, num_slots = _slots(paths)
+    batch = paths.leaf.size
+    generator = torch.Generator().manual_seed(0)
+    shape = (num_slots, HEADS.num_kv_heads, HEADS.head_dim)
+    q = torch.randn(batch, HEADS.num_qo_heads, HEADS.head_dim, generator=generator).bfloat16()
+    k, v = (torch.randn(shape, generator=generator).bfloat16() for _ in range(2))
+    pool, seq_lens = torch.arange(batch), torch.from_numpy(paths.seq_lens.copy())
+    want, _ = reference.full_attention(
+        q, k, v, req_to_token, pool, seq_lens, sm_scale=HEADS.head_dim**-0.5
+    )
+    last = req_to_token[pool, seq_lens.long() - 1].long()
+    if plant:
+        req_to_token[0, 3] = num_slots + (1 << 22)
+
+    # few enough requests, but every queue is to be used
+    tiles = replace(default_tile_set(device, HEADS), packed_tickets=1)
+    plan = Planner(
+        HEADS, tile_set=tiles, strategy="naive", costs=default_costs(device, HEADS)
+    ).plan(paths)
+    unused = [i for i in range(len(tiles.tiles)) if plan.words[layout.H_QUEUES + 2 * i + 1] == 0]
+    assert not unused and plan.num_partials, f"queues {unused} of the case are empty"
+    executor = PlanExecutor(
+        HEADS, device=device, dtype=torch.bfloat16, tile_set=tiles,
+        capacity=Capacity.for_plan(plan),
+    )  # fmt: skip
+    q, k, v, seq_lens, last = (t.to(device) for t in (q, k, v, seq_lens, last))
+    out = torch.empty_like(q)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=device)
+    executor.load(plan, req_to_token.to(device), pool.to(device))
+    executor.append(seq_lens, last)
+    executor.run(q, k, v, seq_lens, out, sm_scale=HEADS.head_dim**-0.5, out_lse=lse)
+    error = (out.cpu().double() - want).norm() / want.norm()
+    print(f"case small: {batch} requests, {plan.stats.num_items} items, error {error:.2e}")
+    return 0 if error < 1e-2 else 1
+
+
+def _paths() -> PathTable:
+    parent, length = (np.array(column, np.int32) for column in zip(*_SHARED, strict=True))
+    depth = [0, *np.cumsum(length).tolist()]
+    leaf = np.array(_LEAF, np.int32)
+    seq_lens = np.array([depth[node + 1] + tail for node, tail in zip(_LEAF, _TAILS, strict=True)])
+    return PathTable(
+        parent, length, np.arange(length.size, dtype=np.int64), leaf, seq_lens.astype(np.int32)
+    )
+
+
+def _slots(paths: PathTable) -> tuple[torch.Tensor, int]:
+    """req_to_token int32 [B, longest] with slots in random order, and how many there are."""
+    shared = int(paths.length.sum())
+    num_slots = 1 + shared + sum(_TAILS)
+    slots = 1 + np.random.default_rng(0).permutation(num_slots - 1)
+    table = np.zeros((paths.leaf.size, int(paths.seq_lens.max())), np.int32)
+    used = shared
+    for row, (length, tail) in enumerate(zip(paths.seq_lens.tolist(), _TAILS, strict=True)):
+        table[row, : length - tail] = slots[: length - tail]
+        table[row, length - tail : length] = slots[used : used + tail]
+        used += tail
+    return torch.from_numpy(table), num_slots
+
+
+def _parse(argv: list[str]):
+    parser = argparse.ArgumentParser(prog="python -m eval.sanitize", description=__doc__)
+    parser.add_argument("--case", choices=["small"], help="run the case itself, without a tool")
+    parser.add_argument("--plant", action="store_true", help="a KV slot beyond the pool")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

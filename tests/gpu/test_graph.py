@@ -1,0 +1,229 @@
+"""One captured graph for any tree: captured on padding alone, replayed with trees that have nothing
+in common, padded batches and growing sequences (D5)."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sgl_prefix_attn.execution import padding_plan
+from sgl_prefix_attn.kernels import layout as L
+from tests.cpu.forests import path_table
+from tests.cpu.problems import assert_attention
+from tests.gpu import support
+from tests.gpu.support import LLAMA, TREES, executor, gpu_problem, grow, planner, poison
+
+ROWS = 64  # the captured batch size
+LAYERS = 3
+HEADROOM = 20  # as many spare slots as the problems have
+
+BATCHES = {
+    "no_sharing": lambda: path_table([], [-1] * 29, [1 + (61 * i) % 300 for i in range(29)]),
+    "one_root_full_batch": lambda: path_table(
+        [(-1, 700)], [0] * ROWS, [1 + (31 * i) % 90 for i in range(ROWS)]
+    ),
+    "deep": TREES["deep"],
+    "one_request": lambda: path_table([], [-1], [1]),
+    "forty_roots": lambda: path_table(
+        [(-1, 16 + 13 * i) for i in range(40)],
+        [i % 40 for i in range(60)],
+        [1 + (17 * i) % 50 for i in range(60)],
+    ),
+    "mixed": TREES["mixed"],
+    "long": lambda: path_table([(-1, 4097), (0, 63)], [1, 0, 1], [1, 900, 63]),
+}
+
+
+class Server:
+    """What a decode graph holds on to: static inputs, KV pools of every layer, one executor."""
+
+    def __init__(self, parallel_tiles: bool):
+        self.planner = planner(headroom=HEADROOM)
+        self.problems = {name: gpu_problem(make(), room=HEADROOM) for name, make in BATCHES.items()}
+        self.plans = {n: self.planner.plan(p.paths) for n, p in self.problems.items()}
+        slots = max(p.k.shape[0] for p in self.problems.values())
+        pool = (LAYERS, 2, slots, LLAMA.num_kv_heads, LLAMA.head_dim)
+        rows = (LAYERS, ROWS, LLAMA.num_qo_heads, LLAMA.head_dim)
+        kind = {"dtype": torch.bfloat16, "device": support.DEVICE}
+        self.kv = torch.full(pool, math.nan, **kind)
+        self.q = torch.full(rows, math.nan, **kind)
+        self.out = torch.full(rows, math.nan, **kind)
+        self.lse = torch.full(rows[:3], math.nan, device=support.DEVICE)
+        self.seq_lens = torch.ones(ROWS, dtype=torch.int64, device=support.DEVICE)
+        self.out_cache_loc = torch.zeros(ROWS, dtype=torch.int64, device=support.DEVICE)
+        some = next(iter(self.problems.values()))
+        self.sm_scale = some.sm_scale
+        self.executor = executor(some, *self.plans.values(), parallel_tiles=parallel_tiles)
+        self._load_padding()
+        self.step()  # compiles, outside of the capture
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.step()
+        assert self.out.isnan().all(), "padding rows were written"
+
+    def _load_padding(self):
+        table = torch.zeros(1, 1, dtype=torch.int32, device=support.DEVICE)
+        row = torch.zeros(1, dtype=torch.int64, device=support.DEVICE)
+        self.executor.load(padding_plan(self.planner), table, row)
+
+    def step(self):
+        """What a captured decode step runs."""
+        self.executor.append(self.seq_lens, self.out_cache_loc)
+        for layer in range(LAYERS):
+            self.executor.run(
+                self.q[layer], self.kv[layer, 0], self.kv[layer, 1], self.seq_lens,
+                self.out[layer], sm_scale=self.sm_scale, out_lse=self.lse[layer],
+            )  # fmt: skip
+
+    def start(self, name):
+        """A new batch, from poisoned memory: its plan is loaded, its inputs are in place."""
+        problem = self.problems[name]
+        poison(self.executor, problem)
+        self.executor.load(self.plans[name], problem.req_to_token, problem.pool)
+        self.kv.fill_(math.nan)
+        self.put(problem)
+        return problem
+
+    def put(self, problem):
+        """A step's inputs; layers differ in their values, not in their slots."""
+        slots, batch = problem.k.shape[0], problem.q.shape[0]
+        self.q.fill_(math.nan)
+        self.out.fill_(math.nan)
+        self.lse.fill_(math.nan)
+        self.seq_lens.fill_(1)
+        self.out_cache_loc.zero_()
+        for layer in range(LAYERS):
+            of_layer = layer_problem(problem, layer)
+            self.kv[layer, 0, :slots], self.kv[layer, 1, :slots] = of_layer.k, of_layer.v
+            self.q[layer, :batch] = of_layer.q
+        self.seq_lens[:batch] = problem.seq_lens
+        rows = problem.req_to_token[problem.pool]
+        last = rows.gather(1, problem.seq_lens.long()[:, None] - 1).flatten()
+        self.out_cache_loc[:batch] = last
+
+    def replay(self, problem):
+        """Replay, and return the entries of kv_indices that changed."""
+        before = self.executor._kv_indices.clone()
+        self.graph.replay()
+        batch = problem.q.shape[0]
+        assert self.out[:, batch:].isnan().all(), "padding rows were written"
+        assert self.lse[:, batch:].isnan().all(), "padding rows were written"
+        assert self.executor._workspace.tickets.eq(0).all()
+        return (self.executor._kv_indices != before).nonzero().flatten().cpu()
+
+    def check(self, problem):
+        batch = problem.q.shape[0]
+        for layer in range(LAYERS):
+            out, lse = self.out[layer, :batch], self.lse[layer, :batch]
+            assert_attention(layer_problem(problem, layer), out, lse)
+
+    def tail_ends(self, name, problem):
+        """Entries where this step's slots belong, by the plan's words."""
+        plan = self.plans[name]
+        tails = plan.words[plan.words[L.H_TAILS] :][: plan.batch_size * L.TAIL_WORDS]
+        tails = torch.from_numpy(tails.reshape(-1, L.TAIL_WORDS)).long()
+        return tails[:, L.T_DST] + problem.seq_lens.cpu().long() - 1 - tails[:, L.T_START]
+
+
+def layer_problem(problem, layer):
+    """The problem that a layer sees: other queries and values at the same slots."""
+    return replace(problem, q=problem.q.roll(layer, dims=-1), v=problem.v.roll(layer, dims=-1))
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["parallel_tiles", "serial_tiles"])
+def server(request):
+    return Server(parallel_tiles=request.param)
+
+
+def fresh(server, name):
+    """The batch as it was made, whatever a test before grew."""
+    server.problems[name] = gpu_problem(BATCHES[name](), room=HEADROOM)
+    return server.start(name)
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_replay_with_another_tree(server, name):
+    """The plan holds this step's slots already: the captured append must change nothing, for the
+    batch and for the padding rows."""
+    problem = fresh(server, name)
+    changed = server.replay(problem)
+    assert not changed.numel(), f"entries {changed.tolist()[:8]} of kv_indices were overwritten"
+    server.check(problem)
+
+
+def test_replays_in_turn(server):
+    """Large after small after large on one graph, the first again bit for bit."""
+    outs = []
+    for name in [*BATCHES, next(iter(BATCHES))]:
+        problem = fresh(server, name)
+        server.replay(problem)
+        server.check(problem)
+        outs.append(server.out[:, : problem.q.shape[0]].clone())
+    assert torch.equal(outs[0], outs[-1])
+
+
+@pytest.mark.parametrize("name", ["mixed", "no_sharing", "one_root_full_batch"])
+def test_growing_through_replays(server, name):
+    """No new plan until the headroom is full: lengths are read on the device."""
+    problem = fresh(server, name)
+    generator = torch.Generator().manual_seed(7)
+    server.replay(problem)
+    for step in range(HEADROOM):
+        slots = grow(problem, generator)
+        server.put(problem)
+        batch = problem.q.shape[0]
+        assert torch.equal(server.out_cache_loc[:batch], slots)
+        changed = server.replay(problem)
+        ends = server.tail_ends(name, problem)
+        assert set(changed.tolist()) <= set(ends.tolist()), "an entry of no request was written"
+        assert torch.equal(server.executor._kv_indices.cpu()[ends].long(), slots.cpu())
+        if step in (0, 1, HEADROOM // 2, HEADROOM - 1):
+            server.check(problem)
+
+
+def test_replaying_twice_is_idempotent(server):
+    problem = fresh(server, "mixed")
+    grow(problem, torch.Generator().manual_seed(8))
+    server.put(problem)
+    server.replay(problem)
+    first = server.out.clone()
+    assert not server.replay(problem).numel()
+    batch = problem.q.shape[0]
+    assert torch.equal(server.out[:, :batch], first[:, :batch])
+    server.check(problem)
+
+
+def test_a_batch_of_padding_alone(server):
+    """An idle rank replays the graph without requests: nothing is read, nothing written."""
+    server._load_padding()
+    for tensor in (server.kv, server.q, server.out):
+        tensor.fill_(math.nan)
+    before = server.executor._kv_indices.clone()
+    server.graph.replay()
+    assert server.out.isnan().all()
+    assert torch.equal(server.executor._kv_indices, before)
+
+
+def test_a_skipped_append_is_found(server):
+    """The same graph, replayed with the step's slots missing from out_cache_loc."""
+    problem = fresh(server, "mixed")
+    server.replay(problem)
+    server.check(problem)
+    stale = server.out_cache_loc.clone()
+    grow(problem, torch.Generator().manual_seed(9))
+    server.put(problem)
+    server.out_cache_loc.copy_(stale)
+    server.replay(problem)
+    with pytest.raises(AssertionError):
+        server.check(problem)
+
+
+def test_a_plan_of_another_tree_is_found(server):
+    problem = fresh(server, "deep")
+    other = server.problems["forty_roots"]
+    server.executor.load(server.plans["forty_roots"], other.req_to_token, other.pool)
+    server.graph.replay()
+    with pytest.raises(AssertionError):
+        server.check(problem)

@@ -1,0 +1,112 @@
+"""Offsets beyond 2^31 elements: KV pool, q and out, partial rows, req_to_token."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sgl_prefix_attn.executor import Capacity, PlanExecutor
+from sgl_prefix_attn.kernels import layout as L
+from sgl_prefix_attn.tuning import default_tile_set
+from tests.cpu.problems import assert_attention
+from tests.gpu import support
+from tests.gpu.support import LLAMA, TREES, gpu_problem, loaded, planner, run
+
+LIMIT = 2**31
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def _enough_memory():
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    if free < 24 * GIB:
+        pytest.skip(f"needs 24 GiB of free device memory, {free / GIB:.0f} GiB are free")
+
+
+def test_a_pool_of_more_than_2_to_31_elements():
+    """The batch's slots stand at the far end, where an int32 offset would be negative."""
+    paths = TREES["mixed"]()
+    problem = gpu_problem(paths)
+    slot_elements = LLAMA.num_kv_heads * LLAMA.head_dim
+    offset = LIMIT // slot_elements + 1
+    for name in ("k", "v"):
+        small = getattr(problem, name)
+        pool = torch.full(
+            (offset + small.shape[0], *small.shape[1:]), math.nan, dtype=small.dtype,
+            device=small.device,
+        )  # fmt: skip
+        pool[offset:] = small
+        setattr(problem, name, pool)
+    assert problem.k.numel() > LIMIT
+    problem.req_to_token = problem.req_to_token + offset
+    made = loaded(problem, planner().plan(paths))
+    assert_attention(problem, *run(made, problem))
+    last = problem.req_to_token[problem.pool].gather(1, problem.seq_lens.long()[:, None] - 1)
+    made.append(problem.seq_lens, last.flatten().long())
+    assert_attention(problem, *run(made, problem))
+
+
+def test_rows_of_q_and_out_beyond_2_to_31_elements():
+    paths = TREES["mixed"]()
+    problem = gpu_problem(paths)
+    batch, num_heads, head_dim = problem.q.shape
+    stride = LIMIT // (batch - 2) // 128 * 128 + 128  # the last two rows lie beyond the limit
+    assert (batch - 1) * stride > LIMIT
+
+    def far_rows():
+        flat = torch.empty(
+            (batch - 1) * stride + num_heads * head_dim, dtype=problem.dtype, device=support.DEVICE
+        )
+        return flat.as_strided((batch, num_heads, head_dim), (stride, head_dim, 1))
+
+    q, out = far_rows(), far_rows()
+    q.copy_(problem.q)
+    out.fill_(math.nan)
+    for strategy in ("naive", "query"):  # merged rows and directly written ones
+        made = loaded(problem, planner(strategy=strategy).plan(paths))
+        made.run(q, problem.k, problem.v, problem.seq_lens, out, sm_scale=problem.sm_scale)
+        assert_attention(problem, out.contiguous())
+        out.fill_(math.nan)
+
+
+def test_partial_rows_beyond_2_to_31_elements():
+    """The plan's words with every partial row moved to the far end."""
+    paths = TREES["mixed"]()
+    problem = gpu_problem(paths)
+    plan = planner(strategy="naive").plan(paths)
+    offset = LIMIT // (LLAMA.num_qo_heads * LLAMA.head_dim) + 1
+    words = plan.words.copy()
+    entries = words[words[L.H_ENTRIES] : words[L.H_MERGES]].reshape(-1, L.ENTRY_WORDS)
+    entries[entries[:, L.E_SLOT] != L.DIRECT, L.E_SLOT] += offset
+    merges = words[words[L.H_MERGES] :][: words[L.H_NUM_MERGES] * L.MERGE_WORDS]
+    merges.reshape(-1, L.MERGE_WORDS)[:, L.M_SLOT] += offset
+    assert plan.num_partials > 0 and merges.size
+    moved = replace(plan, words=words, num_partials=plan.num_partials + offset)
+    made = loaded(problem, moved)
+    assert made._workspace.partial_out.numel() > LIMIT
+    assert_attention(problem, *run(made, problem))
+
+
+def test_rows_of_req_to_token_beyond_2_to_31_elements():
+    paths = TREES["deep"]()
+    problem = gpu_problem(paths)
+    plan = planner().plan(paths)
+    rows, columns = problem.req_to_token.shape
+    stride = LIMIT // (rows - 4)
+    flat = torch.empty((rows - 1) * stride + columns, dtype=torch.int32, device=support.DEVICE)
+    table = flat.as_strided((rows, columns), (stride, 1))
+    table.copy_(problem.req_to_token)
+    assert int(problem.pool.max()) * stride > LIMIT
+    made = PlanExecutor(
+        LLAMA,
+        device=support.DEVICE,
+        dtype=problem.dtype,
+        tile_set=default_tile_set(support.DEVICE, LLAMA),
+        capacity=Capacity.for_plan(plan),
+        use_triton=True,
+    )
+    made._kv_indices.fill_(problem.poison_slot)
+    made.load(plan, table, problem.pool)
+    assert_attention(problem, *run(made, problem))

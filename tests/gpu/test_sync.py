@@ -1,0 +1,87 @@
+"""No synchronisation between host and device in a steady step or in one that loads a plan."""
+
+import pytest
+import torch
+
+from tests.gpu.support import TREES, executor, gpu_problem, planner
+
+BUSY_CYCLES = 2_000_000_000  # about a second: longer than any step's host time
+
+
+@pytest.fixture
+def forbid_synchronisation():
+    """A function that turns PyTorch's synchronisation check on; off again at the end."""
+    yield lambda: torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def prepared():
+    """Two problems, their plans, an executor on which everything is compiled, and the inputs."""
+    problems = [gpu_problem(TREES[name]()) for name in ("mixed", "deep")]
+    plans = [planner().plan(problem.paths) for problem in problems]
+    made = executor(problems[0], *plans)
+    steps = []
+    for problem, plan in zip(problems, plans, strict=True):
+        rows = problem.req_to_token[problem.pool]
+        last = rows.gather(1, problem.seq_lens.long()[:, None] - 1).flatten().long()
+        steps.append((problem, plan, last, torch.empty_like(problem.q)))
+        replanning_step(made, steps[-1])
+    torch.cuda.synchronize()
+    return made, steps
+
+
+def steady_step(made, step, layers=4):
+    problem, _, last, out = step
+    made.append(problem.seq_lens, last)
+    for _ in range(layers):
+        made.run(problem.q, problem.k, problem.v, problem.seq_lens, out, sm_scale=problem.sm_scale)
+
+
+def replanning_step(made, step):
+    problem, plan, _, _ = step
+    made.load(plan, problem.req_to_token, problem.pool)
+    steady_step(made, step)
+
+
+def test_the_check_itself_finds_a_synchronisation(forbid_synchronisation):
+    value = torch.ones(1, device="cuda")
+    forbid_synchronisation()
+    with pytest.raises(RuntimeError):
+        value.item()
+
+
+@pytest.mark.parametrize("kind", [steady_step, replanning_step])
+def test_a_step_never_synchronises(kind, forbid_synchronisation):
+    made, steps = prepared()
+    forbid_synchronisation()
+    for step in steps[::-1] if kind is replanning_step else steps[1:]:
+        kind(made, step)
+
+
+@pytest.mark.parametrize("kind", [steady_step, replanning_step])
+def test_a_step_returns_while_the_device_is_busy(kind):
+    """Also what PyTorch does not see: the host is done before the work in front of it is."""
+    made, steps = prepared()
+    busy = torch.cuda.Event()
+    torch.cuda._sleep(BUSY_CYCLES)
+    busy.record()
+    assert not busy.query(), "the device was not kept busy"
+    for step in steps[::-1] if kind is replanning_step else steps[1:]:
+        kind(made, step)
+    assert not busy.query(), "the host waited for the device"
+
+
+def test_a_new_plan_does_not_overtake_the_step_in_front_of_it():
+    """Loaded while the device is still busy with the last plan's step, more often than there are
+    upload buffers: every step runs on its own plan."""
+    made, steps = prepared()
+    wanted = []
+    for step in steps:
+        replanning_step(made, step)
+        wanted.append(step[3].clone())
+    outs = [torch.empty_like(steps[i % 2][3]) for i in range(10)]
+    torch.cuda._sleep(BUSY_CYCLES // 4)
+    for i, out in enumerate(outs):
+        replanning_step(made, (*steps[i % 2][:3], out))
+    for i, out in enumerate(outs):
+        assert torch.equal(out, wanted[i % 2])
