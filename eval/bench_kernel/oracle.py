@@ -28,13 +28,11 @@ class Error:
     worst_row: float
 
 
-class Oracle:
-    """Truth of layer 0 of a case, computed once for all providers."""
+class Judgement:
+    """Judges outputs [B, Hq, D] by `truth` (fp64) and the error of `low`, low-precision torch."""
 
-    def __init__(self, case: Case):
-        exact = torch.float64
-        self._truth = attend(case, case.k[0], case.v[0], exact, exact)
-        low = attend(case, case.k[0], case.v[0], torch.float32, case.dtype)
+    def __init__(self, truth: torch.Tensor, low: torch.Tensor):
+        self._truth = truth
         self.error_torch = self.error(low)
 
     def error(self, out: torch.Tensor) -> Error:
@@ -56,21 +54,47 @@ class Oracle:
         return None
 
 
+class Oracle(Judgement):
+    """Judges layer 0 of a case; computed once for all providers."""
+
+    def __init__(self, case: Case):
+        exact = torch.float64
+        super().__init__(
+            attend(case, case.k[0], case.v[0], exact, exact),
+            attend(case, case.k[0], case.v[0], torch.float32, case.dtype),
+        )
+
+
 def attend(
     case: Case, k: torch.Tensor, v: torch.Tensor, score_dtype: torch.dtype, dtype: torch.dtype
 ) -> torch.Tensor:
-    """[B, Hq, D] in `dtype`: scores and softmax in `score_dtype`, probabilities @ V in `dtype`."""
+    """[B, Hq, D] in `dtype`: attention of every request of a case, see attend_rows."""
     heads, length = case.heads, case.tree.seq_len
     row_bytes = length * heads.num_kv_heads * heads.head_dim * (score_dtype.itemsize + 2) * 2
     chunk = max(1, _CHUNK_BYTES // row_bytes)
     outs = []
     for first in range(0, case.tree.batch_size, chunk):
-        rows = case.req_to_token[first : first + chunk].long()
-        # [b, Hkv, group, D] x [b, Hkv, D, tokens]
-        q = case.q[first : first + chunk].to(score_dtype)
-        q = q.unflatten(1, (heads.num_kv_heads, heads.group_size))
-        keys = k[rows].to(score_dtype).permute(0, 2, 3, 1)
-        weights = torch.softmax(q @ keys * case.sm_scale, dim=-1).to(dtype)
-        values = v[rows].to(dtype).transpose(1, 2)
-        outs.append((weights @ values).flatten(1, 2))
+        rows = case.req_to_token[first : first + chunk]
+        q = case.q[first : first + chunk]
+        outs.append(attend_rows(q, k, v, rows, case.sm_scale, score_dtype, dtype))
     return torch.cat(outs)
+
+
+def attend_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rows: torch.Tensor,
+    sm_scale: float,
+    score_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Attention of q [b, Hq, D] over slots rows [b, tokens] of k, v [slots, Hkv, D]: scores and
+    softmax in `score_dtype`, probabilities @ V in `dtype`. Returns [b, Hq, D] in `dtype`."""
+    rows = rows.long()
+    # [b, Hkv, group, D] x [b, Hkv, D, tokens]
+    q = q.to(score_dtype).unflatten(1, (k.shape[1], -1))
+    keys = k[rows].to(score_dtype).permute(0, 2, 3, 1)
+    weights = torch.softmax(q @ keys * sm_scale, dim=-1).to(dtype)
+    values = v[rows].to(dtype).transpose(1, 2)
+    return (weights @ values).flatten(1, 2)
