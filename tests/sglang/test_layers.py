@@ -1,0 +1,42 @@
+"""Attention outputs of three layers of real CPU engines, judged; and judged wrong under faults."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ("--device", "cpu", "--model-shape", "tiny", "--layers", "3", "--page-size", "1")
+REQUESTS = ("--scenarios", "padding", "--scale", "8")
+
+
+def layers(*args):
+    """(exit status, what it printed)"""
+    command = [sys.executable, "-m", "eval.compare_outputs", "layers", *SMALL, *REQUESTS, *args]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return ran.returncode, ran.stdout + ran.stderr
+
+
+def test_outputs_of_both_backends_are_attention(tmp_path):
+    out = tmp_path / "layers.json"
+    status, printed = layers("--backends", "prefix,torch_native", "--json", str(out))
+    assert status == 0, printed
+    rows = json.loads(out.read_text())["rows"]
+    judged = [(row["backend"], row["layer"]) for row in rows]
+    assert judged == [(b, layer) for b in ("prefix", "torch_native") for layer in range(3)]
+    for row in rows:
+        assert row["problem"] is None and row["requests"] == 13 and not row["cuda_graph"]
+        assert row["kv_slots"] < row["kv_tokens"] / 4, "the requests share a prefix"
+        assert 0 < row["error"]["norm"] < 1e-5
+        assert row["decision"] == (["prefix", "default"] if row["backend"] == "prefix" else None)
+
+
+@pytest.mark.parametrize("fault", ["drop_node", "swap_tails", "skip_append"])
+def test_a_planted_fault_is_found(fault):
+    status, printed = layers("--backends", "prefix", "--fault", fault)
+    assert status == 1, printed
+    assert f"{fault} planted" in printed and "3 of 3 layer outputs are wrong" in printed
