@@ -1,0 +1,124 @@
+"""Real engines on the GPU, CUDA graphs and overlap on: greedy outputs of `prefix` against those of
+`flashinfer`, as near as two stock backends are to each other.
+
+bf16 rounding turns near-ties, so outputs of correct backends differ in places. The share of tokens
+before a request's first difference is what is compared; `python -m eval.compare_outputs` judges
+the same on a model of full size.
+"""
+
+import importlib.util
+from importlib.metadata import entry_points
+
+import pytest
+
+from eval.tiny_model import write_tiny_llama
+from tests.sglang.engine import Config, finish, plain, start
+
+
+def _missing() -> str | None:
+    if importlib.util.find_spec("sglang") is None:
+        return "sglang is not importable: install it, or put an unpacked site on PYTHONPATH"
+    if not any(e.name == "prefix_attn" for e in entry_points(group="sglang.srt.plugins")):
+        return "the plugin's entry point is not visible: install the project's wheel"
+    return None
+
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(_missing() is not None, reason=str(_missing())),
+]
+
+REFERENCE, NOISE, TESTED = "flashinfer", "triton", "prefix"
+SCENARIOS = plain("staggered", "duplicates", "siblings", "two_turns", "unshared", "late_prompt")
+FAULTS = ("shared_node_dropped", "tails_swapped")
+MARGIN = 0.1  # of the equal share, below that of two correct backends
+ENGINE = {
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "mem_fraction_static": 0.5,
+    "cuda_graph_bs_decode": [1, 2, 4, 8, 16],  # 3, 5, 6, 7 are padded
+    "disable_prefill_cuda_graph": True,
+    "grammar_backend": "none",
+    "sampling_backend": "pytorch",
+    "random_seed": 1,
+}
+
+
+def config_of(backend, page_size):
+    faulty = tuple(("siblings", fault) for fault in FAULTS) if backend == TESTED else ()
+    return Config(
+        f"{backend}-page-{page_size}",
+        SCENARIOS + faulty,
+        ENGINE | {"page_size": page_size},
+        {"SGL_PREFIX_ATTN_CPU_PLATFORM": "0"},
+    )
+
+
+@pytest.fixture(scope="module", params=[1, 16], ids=lambda p: f"page_{p}")
+def runs(request, tmp_path_factory):
+    """Run of each backend. One engine at a time: the first compiles FlashInfer for the others."""
+    folder = tmp_path_factory.mktemp("engines")
+    model = write_tiny_llama(
+        folder / "model", hidden=512, intermediate=1024, num_qo_heads=8, num_kv_heads=2,
+        head_dim=128,
+    )  # fmt: skip
+    found = {}
+    for backend in (REFERENCE, NOISE, TESTED):
+        home = folder / backend
+        found[backend] = finish(
+            start(config_of(backend, request.param), backend, model, home), home
+        )
+    return found
+
+
+def equal_share(a: list[list[int]], b: list[list[int]]) -> float:
+    """Tokens before each request's first difference, of all tokens."""
+    equal = total = 0
+    for x, y in zip(a, b, strict=True):
+        assert len(x) == len(y) > 0
+        differs = [p != q for p, q in zip(x, y, strict=True)]
+        equal += differs.index(True) if any(differs) else len(x)
+        total += len(x)
+    return equal / total
+
+
+def of_scenarios(run, scenarios=SCENARIOS) -> list[list[int]]:
+    return [tokens for key in scenarios for tokens in run.outputs[key]]
+
+
+def share(runs, backend, scenarios=SCENARIOS) -> float:
+    return equal_share(
+        of_scenarios(runs[REFERENCE], scenarios), of_scenarios(runs[backend], scenarios)
+    )
+
+
+def test_outputs_are_as_equal_as_those_of_two_stock_backends(runs, record_property):
+    noise, tested = share(runs, NOISE), share(runs, TESTED)
+    record_property("equal_share_noise", noise)
+    record_property("equal_share_prefix", tested)
+    print(f"equal tokens: {REFERENCE}/{TESTED} {tested:.4f}, {REFERENCE}/{NOISE} {noise:.4f}")
+    firsts = [
+        [tokens[0] for tokens in of_scenarios(runs[backend])] for backend in (REFERENCE, TESTED)
+    ]
+    assert firsts[0] == firsts[1]
+    assert tested >= noise - MARGIN
+
+
+def test_decode_steps_ran_prefix_kernels_from_a_graph(runs):
+    run = runs[TESTED]
+    assert "Capture target decode" in run.log
+    for key in SCENARIOS:
+        assert run.steps[key], key
+        assert {step["variant"] for step in run.steps[key]} == {"prefix"}, key
+    steps = [step for key in SCENARIOS for step in run.steps[key]]
+    assert any(step["nodes"] and step["read"] < step["query_centric"] for step in steps)
+    assert any(step["nodes"] is None for step in steps), "no step went on with an earlier plan"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(runs, fault):
+    """The same comparison, on the scenario where all four requests share a prompt."""
+    noise = share(runs, NOISE, plain("siblings"))
+    stock = runs[REFERENCE].outputs["siblings", ""]
+    assert equal_share(stock, runs[TESTED].outputs["siblings", fault]) < noise - MARGIN
