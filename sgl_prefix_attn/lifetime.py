@@ -50,7 +50,7 @@ class PlanLifetime:
             or any(map(is_not, self._allocations, [req.kv for req in reqs]))
         ):
             return "mapping"
-        if not np.array_equal(self._next_lens, seq_lens):
+        if not (self._next_lens == seq_lens).all():  # the batch is as large: same requests
             return "lengths"
         if self._appends_left <= 0:
             return "headroom"

@@ -11,6 +11,7 @@ import functools
 import logging
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from sgl_prefix_attn.records import Decision
 
@@ -19,8 +20,7 @@ logger = logging.getLogger(__name__)
 KV_KINDS = ("read", "query_centric", "unique")
 
 
-@dataclass(frozen=True)
-class KvTokens:
+class KvTokens(NamedTuple):
     """KV tokens of one layer in one step: loaded, loaded by one-request-a-row kernels, distinct.
 
     unique is 0 for a step whose tree was not read.

@@ -68,6 +68,7 @@ class StepPreparer:
         self._fits = fits
         self._model_problem = model_problem
         self._raise_faults = raise_faults
+        self._decisions: dict[type, Decision] = {}
         self._stats: PlanStats | None = None
         self._steps_since_plan = 0
         self._prefix_steps = 0
@@ -76,18 +77,13 @@ class StepPreparer:
         self, reqs: Sequence, tree_cache, seq_lens: np.ndarray, req_to_token: torch.Tensor
     ) -> Step:
         """The step about to run: reqs in batch order, seq_lens int [B] with its token included."""
-        facts = BatchFacts(
-            policy=self.settings.policy,
-            model=self._model_problem,
-            tree=unsupported_tree(tree_cache),
-        )
-        decision = decide(facts)
+        decision = self._decide(tree_cache)
         plan = None
         if decision.variant == PREFIX:
             try:
                 plan = self._plan_if_stale(reqs, tree_cache, seq_lens, req_to_token)
             except Exception as error:
-                decision = self._fault(facts, error)
+                decision = self._fault(tree_cache, error)
         if decision.variant != PREFIX:
             self._count_stock(decision, seq_lens)
             return Step(decision)
@@ -100,6 +96,22 @@ class StepPreparer:
     def only_stock(self, reason: str) -> None:
         """No step from now on can run prefix kernels."""
         self._model_problem = reason
+        self._decisions.clear()
+
+    def _decide(self, tree_cache) -> Decision:
+        # Every fact of a healthy step is fixed but for the cache's class: decided once a class.
+        kind = type(tree_cache)
+        if kind not in self._decisions:
+            self._decisions[kind] = decide(self._facts(tree_cache))
+        return self._decisions[kind]
+
+    def _facts(self, tree_cache, fault: str | None = None) -> BatchFacts:
+        return BatchFacts(
+            policy=self.settings.policy,
+            model=self._model_problem,
+            tree=unsupported_tree(tree_cache),
+            fault=fault,
+        )
 
     def _plan_if_stale(self, reqs, tree_cache, seq_lens, req_to_token) -> Plan | None:
         if self.settings.check:
@@ -121,7 +133,7 @@ class StepPreparer:
         self._stats = plan.stats
         return plan
 
-    def _fault(self, facts: BatchFacts, error: Exception) -> Decision:
+    def _fault(self, tree_cache, error: Exception) -> Decision:
         if isinstance(error, TreeInvariantError):
             reason = "check_failed"
         elif isinstance(error, PlanTooLarge):
@@ -139,7 +151,7 @@ class StepPreparer:
             error,
             exc_info=error,
         )
-        return decide(BatchFacts(facts.policy, facts.model, facts.tree, fault=reason))
+        return decide(self._facts(tree_cache, fault=reason))
 
     def _count_prefix(self, decision: Decision, batch_size: int, fresh: bool) -> None:
         self._steps_since_plan = 0 if fresh else self._steps_since_plan + 1
