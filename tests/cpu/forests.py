@@ -11,6 +11,8 @@ from sgl_prefix_attn.plan import CostModel, Planner, TileConfig, TileSet
 from sgl_prefix_attn.records import HeadConfig, PathTable
 
 LENGTHS = (1, 2, 7, 15, 16, 17, 31, 63, 64, 65, 130)
+# short and long nodes beside each other, around PAT's threshold of 4 tokens a query
+PROFIT_LENGTHS = (1, 2, 3, 4, 5, 8, 12, 16, 17, 40, 200)
 
 
 def path_table(nodes, leaf, tails) -> PathTable:

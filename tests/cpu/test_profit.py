@@ -1,226 +1,21 @@
-"""The profit models: PAT's Algorithm 1 and FastTree's cost by hand, `calibrated` by brute force."""
+"""The profit models that are not calibrated: PAT's Algorithm 1 and FastTree's cost, by hand."""
 
-import itertools
-from dataclasses import replace
-
-import numpy as np
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sgl_prefix_attn.plan import CostModel
-from sgl_prefix_attn.plan.dynamic import predicted_cost
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.packs import make_packs
 from sgl_prefix_attn.plan.profit import STRATEGIES, choose_merges
-from sgl_prefix_attn.records import HeadConfig, Merges
-from tests.cpu.forests import path_table, path_tables, random_paths
+from sgl_prefix_attn.records import HeadConfig
+from tests.cpu.forests import path_table, path_tables
 
-HEADS = [HeadConfig(8, 8, 64), HeadConfig(32, 8, 128), HeadConfig(28, 4, 128), HeadConfig(7, 1, 80)]
-BASELINES = ("query", "naive", "pat")
-# short and long nodes beside each other, around PAT's threshold of 4 tokens a query
-PROFIT_LENGTHS = (1, 2, 3, 4, 5, 8, 12, 16, 17, 40, 200)
+HEADS = HeadConfig(8, 8, 64)
 
 
-def own_cost(forest, merges, costs: CostModel) -> float:
-    """Walk every request up its path, collect the packs, and add up what the docstrings of
-    CostModel say a pack costs."""
-    queries_of: dict[tuple, set] = {}
-    partials = 0
-    for row in range(forest.tail_parent.size):
-        chain, node = [], int(forest.tail_parent[row])  # (id, start, end, merged), deepest first
-        span = (int(forest.tail_start[row]), int(forest.seq_lens[row]))
-        chain.append((~row, *span, bool(merges.tail[row])))
-        while node >= 0:
-            span = (int(forest.start[node]), int(forest.end[node]))
-            chain.append((node, *span, bool(merges.node[node])))
-            node = int(forest.parent[node])
-        parts, last = [], None
-        for name, start, end, merged in chain:
-            last = last or (name, end)
-            if not merged:
-                parts.append((*last, start))
-                last = None
-        assert last is None
-        for part in parts:
-            queries_of.setdefault(part, set()).add(row)
-        partials += len(parts) if len(parts) > 1 else 0
-    total = partials * costs.partial
-    for (_, end, start), rows in queries_of.items():
-        tile_rows = -(-len(rows) * costs.group_size // costs.row_step) * costs.row_step
-        kv_len = end - start
-        total += max(kv_len * costs.kv_token, kv_len * tile_rows * costs.mma_row) + costs.pack
-    return total
-
-
-def all_merges(forest):
-    node_edges = np.flatnonzero(forest.parent >= 0)
-    tail_edges = np.flatnonzero(forest.tail_parent >= 0)
-    for bits in itertools.product((False, True), repeat=node_edges.size + tail_edges.size):
-        node = np.zeros(forest.parent.size, bool)
-        tail = np.zeros(forest.tail_parent.size, bool)
-        node[node_edges], tail[tail_edges] = bits[: node_edges.size], bits[node_edges.size :]
-        yield Merges(node, tail)
-
-
-def edges(forest) -> int:
-    return int((forest.parent >= 0).sum() + (forest.tail_parent >= 0).sum())
-
-
-def at_most(a: float, b: float) -> bool:
-    return a <= b * (1 + 1e-9)
-
-
-# --- calibrated -----------------------------------------------------------------------------------
-@given(
-    path_tables(max_nodes=8, lengths=PROFIT_LENGTHS),
-    st.sampled_from(HEADS),
-    st.sampled_from(["bytes_only", "H100", "other"]),
-    st.data(),
-)
-@settings(max_examples=100, deadline=None)
-def test_predicted_cost_is_the_documented_sum(paths, heads, model, data):
-    forest = build_forest(paths)
-    costs = CostModel.bytes_only(heads)
-    if model != "bytes_only":
-        costs = CostModel.for_gpu(model, heads)
-    node = [p >= 0 and data.draw(st.booleans()) for p in forest.parent.tolist()]
-    tail = [p >= 0 and data.draw(st.booleans()) for p in forest.tail_parent.tolist()]
-    merges = Merges(np.array(node, bool), np.array(tail, bool))
-    assert predicted_cost(forest, merges, costs) == pytest.approx(own_cost(forest, merges, costs))
-
-
-def small_shared_forests():
-    """60 forests of 5 to 10 edges, at least two shared nodes."""
-    forests = (build_forest(random_paths(s, 6, 6, PROFIT_LENGTHS)) for s in itertools.count())
-    fitting = (f for f in forests if 5 <= edges(f) <= 10 and f.parent.size >= 2)
-    return list(itertools.islice(fitting, 60))
-
-
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("kv_bytes", [1, 4])
-def test_calibrated_equals_brute_force_under_byte_costs(heads, kv_bytes):
-    costs = CostModel.bytes_only(heads, kv_bytes)
-    kinds = set()
-    for forest in small_shared_forests():
-        chosen = choose_merges(forest, "calibrated", costs)
-        best = min(predicted_cost(forest, merges, costs) for merges in all_merges(forest))
-        assert predicted_cost(forest, chosen, costs) == pytest.approx(best)
-        kinds.add((chosen.node.any() or chosen.tail.any(), chosen.tail.all()))
-    assert len(kinds) > 1, "the forests must not all have the same answer"
-
-
-@given(
-    path_tables(max_nodes=5, max_batch=6, min_batch=2, lengths=PROFIT_LENGTHS),
-    st.sampled_from(HEADS),
-    st.sampled_from([1, 2, 4]),
-)
-@settings(max_examples=60, deadline=None)
-def test_calibrated_equals_brute_force_with_its_own_cost(paths, heads, kv_bytes):
-    forest = build_forest(paths)
-    assume(edges(forest) <= 8)
-    costs = CostModel.bytes_only(heads, kv_bytes)
-    chosen = choose_merges(forest, "calibrated", costs)
-    best = min(own_cost(forest, merges, costs) for merges in all_merges(forest))
-    assert own_cost(forest, chosen, costs) == pytest.approx(best)
-    assert predicted_cost(forest, chosen, costs) == pytest.approx(best)
-
-
-@given(path_tables(max_nodes=20, max_batch=16, lengths=PROFIT_LENGTHS), st.sampled_from(HEADS))
-@settings(max_examples=100, deadline=None)
-def test_calibrated_never_reads_more_bytes_than_the_baselines(paths, heads):
-    forest = build_forest(paths)
-    costs = CostModel.bytes_only(heads)
-    cost = own_cost(forest, choose_merges(forest, "calibrated", costs), costs)
-    for baseline in BASELINES:
-        assert at_most(cost, own_cost(forest, choose_merges(forest, baseline, costs), costs))
-
-
-@pytest.mark.parametrize("batch", [37, 113])
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_calibrated_never_reads_more_bytes_in_large_batches(batch, heads):
-    forest = build_forest(random_paths(batch, batch, 40, PROFIT_LENGTHS))
-    costs = CostModel.bytes_only(heads)
-    cost = own_cost(forest, choose_merges(forest, "calibrated", costs), costs)
-    for baseline in BASELINES:
-        assert at_most(cost, own_cost(forest, choose_merges(forest, baseline, costs), costs))
-
-
-@st.composite
-def alike_forests(draw, max_edges=10):
-    """Trees whose nodes have children with equally many requests each; lengths differ."""
-    nodes, leaf, tails = [], [], []
-    length = st.sampled_from(PROFIT_LENGTHS)
-
-    def grow(parent, fan_outs):
-        nodes.append((parent, draw(length)))
-        here = len(nodes) - 1
-        for _ in range(fan_outs[0]):
-            if len(fan_outs) > 1:
-                grow(here, fan_outs[1:])
-            else:
-                leaf.append(here)
-                tails.append(draw(length))
-
-    for _ in range(draw(st.integers(1, 2))):
-        grow(-1, draw(st.lists(st.integers(2, 3), min_size=1, max_size=3)))
-    forest = build_forest(path_table(nodes, leaf, tails))
-    assume(edges(forest) <= max_edges)
-    return forest
-
-
-@given(
-    alike_forests(),
-    st.sampled_from(HEADS),
-    st.sampled_from(["H100", "other"]),
-    st.sampled_from([1, 4, 16]),
-    st.sampled_from([0.01, 1.0, 30.0]),
-)
-@settings(max_examples=60, deadline=None)
-def test_calibrated_is_exact_with_tile_rounding_where_children_are_alike(
-    forest, heads, gpu, row_step, mma
-):
-    costs = CostModel.for_gpu(gpu, heads)
-    costs = replace(costs, row_step=row_step, mma_row=costs.mma_row * mma)
-    chosen = choose_merges(forest, "calibrated", costs)
-    best = min(own_cost(forest, merges, costs) for merges in all_merges(forest))
-    assert own_cost(forest, chosen, costs) == pytest.approx(best)
-    for baseline in BASELINES:
-        other = own_cost(forest, choose_merges(forest, baseline, costs), costs)
-        assert at_most(own_cost(forest, chosen, costs), other)
-
-
-@given(
-    path_tables(max_nodes=20, max_batch=16, lengths=PROFIT_LENGTHS),
-    st.sampled_from(HEADS),
-    st.sampled_from(["H100", "other"]),
-    st.sampled_from([0.01, 1.0, 30.0]),
-)
-@settings(max_examples=100, deadline=None)
-def test_calibrated_is_never_worse_than_the_extremes_under_any_costs(paths, heads, gpu, mma):
-    """Merging all of a node's children and merging none are always among the cuts."""
-    forest = build_forest(paths)
-    costs = CostModel.for_gpu(gpu, heads)
-    costs = replace(costs, mma_row=costs.mma_row * mma)
-    cost = own_cost(forest, choose_merges(forest, "calibrated", costs), costs)
-    for baseline in ("query", "naive"):
-        assert at_most(cost, own_cost(forest, choose_merges(forest, baseline, costs), costs))
-
-
-def test_group_size_makes_partials_dearer():
-    """A node of 8 tokens with 4 queries. Without GQA (2 heads of 64, 2 bytes): reading it 4 times
-    instead of once costs 3 * 8 * 512 = 12288 bytes, splitting costs 4 + 4 partials of
-    2 * 2 * (64 * 2 + 8) = 544 bytes = 4352: split. With 16 query heads a KV head the partials cost
-    16 times as much, 69632: merge."""
-    forest = build_forest(path_table([(-1, 8)], [0] * 4, [50] * 4))
-    for num_qo_heads, merged in ((2, False), (32, True)):
-        costs = CostModel.bytes_only(HeadConfig(num_qo_heads, 2, 64))
-        assert choose_merges(forest, "calibrated", costs).tail.tolist() == [merged] * 4
-
-
-# --- PAT ------------------------------------------------------------------------------------------
 def packs_of(forest, strategy, costs=None):
-    costs = costs or CostModel.bytes_only(HEADS[0])
+    costs = costs or CostModel.bytes_only(HEADS)
     packs = make_packs(forest, choose_merges(forest, strategy, costs))
     return {
         (int(packs.kv_start[i]), int(packs.kv_end[i])): sorted(
@@ -282,6 +77,12 @@ def test_pat_threshold(length, merged):
     assert choose_merges(forest, "pat", None).node.tolist() == [False, merged, merged]
 
 
+@pytest.mark.parametrize("length, merged", [(3, True), (4, True), (5, False)])
+def test_pat_threshold_of_tails(length, merged):
+    forest = build_forest(path_table([(-1, length)], [0, 0], [9, 9]))
+    assert choose_merges(forest, "pat", None).tail.tolist() == [merged, merged]
+
+
 # --- FastTree -------------------------------------------------------------------------------------
 def test_compute_by_hand():
     """FastTree's published cost, group 1: C_mm(q, k) = 0.66 * padQ * k + 0.33 * padK * q with tile
@@ -301,7 +102,7 @@ def test_compute_by_hand():
               -> split
     """
     paths = path_table([(-1, 40), (0, 100)], [1, 1, 0], [60, 60, 200])
-    merges = choose_merges(build_forest(paths), "compute", CostModel.bytes_only(HEADS[0]))
+    merges = choose_merges(build_forest(paths), "compute", CostModel.bytes_only(HEADS))
     assert not merges.node.any() and not merges.tail.any()
 
 
@@ -315,8 +116,22 @@ def test_compute_merges_by_hand():
         merge = C(15, 100) + 1485 = 66 + 138.6 + 1485 -> split, and so on: C(q, 100) only grows
     """
     paths = path_table([(-1, 100)], [0] * 17, [50] * 17)
-    merges = choose_merges(build_forest(paths), "compute", CostModel.bytes_only(HEADS[0]))
+    merges = choose_merges(build_forest(paths), "compute", CostModel.bytes_only(HEADS))
     assert merges.tail.tolist() == [True] + [False] * 16
+
+
+def test_compute_counts_a_reduction_for_every_query():
+    """Where the reduction of 7 queries tips the balance, and that of one would not.
+
+    root 23 tokens with 12 queries, a 143 tokens with 7 of them:
+    C(12, 23) = 0.66 * 4 * 23 + 0.33 * 105 * 12 = 60.72 + 415.80 = 476.52
+    C(7, 143) = 0.66 * 9 * 143 = 849.42, so split = 476.52 + 849.42 + 0.1 * 7 = 1326.64
+    merge = C(5, 23) + C(7, 166) = (0.66 * 11 * 23 + 0.33 * 105 * 5) + 0.66 * 9 * 166
+          = 340.23 + 986.04 = 1326.27  ->  merge; with 0.1 alone split would be 1326.04
+    """
+    paths = path_table([(-1, 23), (0, 143)], [1] * 7 + [0] * 5, [500] * 12)
+    merges = choose_merges(build_forest(paths), "compute", CostModel.bytes_only(HEADS))
+    assert merges.node.tolist() == [False, True]
 
 
 def fasttree(forest, group):
@@ -363,7 +178,7 @@ def test_compute_is_fasttrees_greedy_pass(paths, group):
 def test_roots_have_nothing_to_merge_with(paths):
     forest = build_forest(paths)
     for strategy in STRATEGIES:
-        merges = choose_merges(forest, strategy, CostModel.for_gpu("H100", HEADS[1]))
+        merges = choose_merges(forest, strategy, CostModel.for_gpu("H100", HEADS))
         assert merges.node.dtype == merges.tail.dtype == bool
         assert not merges.node[forest.parent < 0].any()
         assert not merges.tail[forest.tail_parent < 0].any()
@@ -372,4 +187,4 @@ def test_roots_have_nothing_to_merge_with(paths):
 def test_unknown_strategy():
     forest = build_forest(path_table([], [-1], [1]))
     with pytest.raises(ValueError, match="strategy must be one of query, naive.*got 'best'"):
-        choose_merges(forest, "best", CostModel.bytes_only(HEADS[0]))
+        choose_merges(forest, "best", CostModel.bytes_only(HEADS))

@@ -1,0 +1,119 @@
+"""Which tile a pack gets, what is packed together, what is split."""
+
+from dataclasses import replace
+
+import pytest
+
+from sgl_prefix_attn.kernels import layout as L
+from sgl_prefix_attn.plan import Planner, TileConfig, TileSet
+from sgl_prefix_attn.records import HeadConfig
+from tests.cpu.forests import path_table, splitting_costs
+from tests.cpu.plan_words import check_coverage, items
+
+HEADS = HeadConfig(8, 2, 64)
+
+
+def tile_set(**options) -> TileSet:
+    shared = (
+        TileConfig(16, 16), TileConfig(16, 64, min_kv=64),
+        TileConfig(64, 32), TileConfig(64, 128, min_kv=128),
+    )  # fmt: skip
+    options = {"tail": TileConfig(16, 32, requests=1), "num_sms": 4, **options}
+    return TileSet(shared=shared, **options)
+
+
+def naive_plan(paths, tiles, heads=HEADS):
+    costs = splitting_costs(heads)
+    return Planner(heads, tile_set=tiles, strategy="naive", costs=costs, headroom=0).plan(paths)
+
+
+@pytest.mark.parametrize(
+    "queries, kv_len, tile, per_item",
+    [  # group size 4; tile 0 is the tail's, 1 to 4 are shared
+        (4, 63, 1, [4]),  # 16 rows fit block_m 16; 63 tokens are below the second's min_kv 64
+        (4, 64, 2, [4]),
+        (5, 127, 3, [5]),  # 20 rows need block_m 64
+        (16, 128, 4, [16]),
+        (17, 20, 3, [9, 8]),  # two row tiles of like size
+        (33, 20, 3, [11, 11, 11]),
+    ],
+)
+def test_smallest_tile_that_holds_the_rows(queries, kv_len, tile, per_item):
+    paths = path_table([(-1, kv_len)], [0] * queries, [1] * queries)
+    plan = naive_plan(paths, tile_set(min_split=1 << 20))
+    queues = {t: queue[:, L.I_NUM_QUERIES].tolist() for t, queue in items(plan) if len(queue)}
+    assert queues == {0: [1] * queries, tile: per_item}
+
+
+def test_a_group_above_the_largest_tile_is_refused():
+    paths = path_table([(-1, 20)], [0, 0], [1, 1])
+    with pytest.raises(ValueError, match="largest block_m is 64, below the group size 65"):
+        naive_plan(paths, tile_set(), HeadConfig(65, 1, 32))
+
+
+def test_short_tails_are_packed_only_where_enough_remain():
+    packed = TileConfig(16, 32, requests=4)
+    paths = path_table([], [-1] * 10, [5, 40, 9, 9, 7, 33, 32, 1, 2, 3])
+
+    def sizes(tickets):
+        tiles = tile_set(packed_tail=packed, packed_len=32, packed_tickets=tickets)
+        plan = naive_plan(paths, tiles)
+        check_coverage(plan, paths)
+        return {t: queue[:, L.I_NUM_QUERIES].tolist() for t, queue in items(plan) if len(queue)}
+
+    # 8 tails of at most 32 tokens: two tiles, times 2 KV heads, are 4 tickets
+    assert sizes(tickets=4) == {0: [1, 1], 1: [4, 4]}
+    assert sizes(tickets=5) == {0: [1] * 10}
+
+
+def test_no_split_below_min_split():
+    paths = path_table([(-1, 127)], [0, 0], [127, 128])
+    tiles = tile_set(min_split=128, longest=1e-6)
+    assert all((q[:, L.I_NUM_SPLITS] == 1).all() for _, q in items(naive_plan(paths, tiles)))
+    paths = path_table([(-1, 129)], [0, 0], [127, 128])
+    shared = [q for _, q in items(naive_plan(paths, tiles)) if (q[:, L.I_LEN] != L.GROWS).all()]
+    assert {n for queue in shared for n in queue[:, L.I_NUM_SPLITS].tolist()} == {2}
+
+
+def test_launching_costs_keep_short_steps_whole():
+    """A split that saves less than a launch costs is no gain."""
+    paths = path_table([(-1, 4097)], [0, 0], [1, 1])
+    costs = replace(splitting_costs(HEADS), launch=1e6)
+    make = Planner(HEADS, tile_set=tile_set(), strategy="naive", costs=costs)
+    assert all((q[:, L.I_NUM_SPLITS] == 1).all() for _, q in items(make.plan(paths)))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"tail": TileConfig(16, 32)}, "tail must be a tails tile for one request"),
+        ({"packed_tail": TileConfig(16, 32, requests=1)}, "packed_tail must be a tails tile"),
+        ({"longest": 0.0}, "longest must be positive"),
+        ({"num_sms": 0}, "must be at least 1"),
+        ({"min_split": 0}, "must be at least 1"),
+    ],
+)
+def test_tile_set_refuses(options, message):
+    with pytest.raises(ValueError, match=message):
+        tile_set(**options)
+
+
+@pytest.mark.parametrize(
+    "shared",
+    [
+        (),
+        (TileConfig(64, 32), TileConfig(16, 32)),
+        (TileConfig(16, 32, min_kv=64), TileConfig(16, 64)),
+        (TileConfig(16, 32, requests=2),),
+    ],
+)
+def test_shared_tiles_must_be_in_order(shared):
+    with pytest.raises(ValueError, match="shared must hold"):
+        TileSet(shared=shared, tail=TileConfig(16, 32, requests=1), num_sms=4)
+
+
+def test_planner_refuses():
+    with pytest.raises(ValueError, match="strategy must be one of .*; got 'fastest'"):
+        Planner(HEADS, tile_set=tile_set(), strategy="fastest")
+    with pytest.raises(ValueError, match="headroom must be >= 0"):
+        Planner(HEADS, tile_set=tile_set(), headroom=-1)
