@@ -98,8 +98,10 @@ def run_case(plant: bool = False, device: str = "cuda") -> int:
     if plant:
         req_to_token[0, 3] = num_slots + (1 << 22)
 
-    # few enough requests, but every queue is to be used
-    tiles = replace(default_tile_set(device, HEADS), packed_tickets=1)
+    # a small case that uses every queue
+    tiles = default_tile_set(device, HEADS)
+    shared = tuple(replace(tile, min_kv=min(tile.min_kv, 100)) for tile in tiles.shared)
+    tiles = replace(tiles, shared=shared, packed_tickets=1)
     plan = Planner(
         HEADS, tile_set=tiles, strategy="naive", costs=default_costs(device, HEADS)
     ).plan(paths)

@@ -18,7 +18,11 @@ from eval import provenance
 from eval.tune.constraints import DTYPE_BYTES, Verdict
 from eval.tune.gpus import GPUS
 from eval.tune.solve import Solution, kernel_name, solve
+from sgl_prefix_attn.plan.tiles import TileConfig
 from sgl_prefix_attn.records import HeadConfig
+
+_LOG_WIDTH = 130
+_TILE_COLUMNS = ("kernel", "m", "n", "warps", "stages", "cap")
 
 
 def main(argv: list[str]) -> int:
@@ -26,7 +30,7 @@ def main(argv: list[str]) -> int:
     gpu = GPUS[args.gpu]
     heads = HeadConfig(args.group * args.kv_heads, args.kv_heads, args.head_dim)
     solution = solve(gpu, heads, args.dtype, jobs=args.jobs)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else _LOG_WIDTH)
     console.print(_heading(solution))
     console.print(_feasible_table(solution))
     console.print(_excluded_table(solution))
@@ -48,40 +52,40 @@ def _heading(solution: Solution) -> str:
 
 def _feasible_table(solution: Solution) -> Table:
     table = Table(title="feasible")
-    for name in ("kernel", "m", "n", "warps", "stages", "registers", "smem B", "CTAs/SM"):
+    for name in (*_TILE_COLUMNS, "registers", "spill B", "smem B", "CTAs/SM"):
         table.add_column(name, justify="left" if name == "kernel" else "right")
     table.add_column("kB in flight", justify="right")
     table.add_column("MMA")
     table.add_column("default")
     for v in solution.verdicts:
         if v.feasible:
-            tile = v.tile
             table.add_row(
-                kernel_name(tile),
-                *(str(n) for n in (tile.block_m, tile.block_n, tile.num_warps, tile.num_stages)),
-                *(str(n) for n in (v.report.registers, v.report.smem, v.ctas_per_sm)),
+                *_tile_cells(v.tile),
+                *map(str, (v.report.registers, v.report.spilled, v.report.smem, v.ctas_per_sm)),
                 f"{v.in_flight / 1e3:.0f}",
                 "wgmma" if v.report.wgmma else "mma",
-                "*" if tile in solution.defaults else "",
+                "*" if v.tile in solution.defaults else "",
             )
     return table
 
 
 def _excluded_table(solution: Solution) -> Table:
     table = Table(title="excluded")
-    for name in ("kernel", "m", "n", "warps", "stages"):
+    for name in _TILE_COLUMNS:
         table.add_column(name, justify="left" if name == "kernel" else "right")
     table.add_column("by constraint", overflow="fold")
     for v in solution.verdicts:
         if not v.feasible:
-            tile = v.tile
-            mark = " (a default!)" if tile in solution.defaults else ""
-            table.add_row(
-                kernel_name(tile) + mark,
-                *(str(n) for n in (tile.block_m, tile.block_n, tile.num_warps, tile.num_stages)),
-                "; ".join(f"{name}: {why}" for name, why in v.violations),
-            )
+            mark = "a default! " if v.tile in solution.defaults else ""
+            why = "; ".join(f"{name}: {why}" for name, why in v.violations)
+            table.add_row(*_tile_cells(v.tile), mark + why)
     return table
+
+
+def _tile_cells(tile: TileConfig) -> list[str]:
+    """cap: registers that the compiler may give a thread, where it is told."""
+    sizes = (tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, tile.max_regs or "")
+    return [kernel_name(tile), *map(str, sizes)]
 
 
 def _counts(solution: Solution) -> str:
@@ -106,6 +110,7 @@ def _row(verdict: Verdict, solution: Solution) -> dict:
         "block_n": tile.block_n,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
+        "max_regs": tile.max_regs,
         "feasible": verdict.feasible,
         "default": tile in solution.defaults,
         "violations": [{"constraint": name, "why": why} for name, why in verdict.violations],

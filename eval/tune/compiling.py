@@ -31,7 +31,9 @@ class Report:
     """What the compiler made of a tile.
 
     registers         a thread
-    spilled           bytes of registers stored to local memory
+    spilled           bytes of registers stored to local memory anywhere
+    loop_spills       instructions of the KV loops that go to local memory, which every KV block
+                      pays; the rest is paid once a work item
     smem              bytes of shared memory
     tiles_in_flight   K and V tiles that the software pipeline of one CTA has under way at once
     wgmma             whether Hopper's warp-group MMA is used
@@ -39,6 +41,7 @@ class Report:
 
     registers: int
     spilled: int
+    loop_spills: int
     smem: int
     tiles_in_flight: int
     wgmma: bool
@@ -105,13 +108,18 @@ def report(tile: TileConfig, target: Target) -> Report:
             attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
         ),
         target=GPUTarget("cuda", target.arch, 32),
-        options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+        options={
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+            **({"maxnreg": tile.max_regs} if tile.max_regs else {}),
+        },
     )
-    registers, spilled = _assemble(compiled.asm["ptx"], Path(triton.__file__).parent)
+    registers, spilled, sass = _assemble(compiled.asm["ptx"], Path(triton.__file__).parent)
     wgmma = "wgmma.mma_async" in compiled.asm["ptx"]
     return Report(
         registers=registers,
         spilled=spilled,
+        loop_spills=loop_spills(sass),
         smem=compiled.metadata.shared,
         tiles_in_flight=_tiles_in_flight(compiled.asm["ttgir"], wgmma),
         wgmma=wgmma,
@@ -132,21 +140,43 @@ def _type(name: str, dtype: str) -> str:
     return "i32" if name.startswith("stride") else "fp32"
 
 
-def _assemble(ptx: str, triton_home: Path) -> tuple[int, int]:
-    """(registers a thread, bytes of spill stores), from the report of Triton's own assembler."""
+def _assemble(ptx: str, triton_home: Path) -> tuple[int, int, str]:
+    """(registers a thread, bytes of spill stores, machine code), from Triton's own assembler."""
     arch = re.search(r"\.target (sm_\w+)", ptx)[1]
+    tools = triton_home / "backends/nvidia/bin"
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
+        source, binary = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         source.write_text(ptx)
-        log = subprocess.run(
-            [
-                triton_home / "backends/nvidia/bin/ptxas", "-v", f"-arch={arch}",
-                source, "-o", source.with_suffix(".o"),
-            ],
-            capture_output=True, text=True, check=True,
-        ).stderr  # fmt: skip
+        log = _output(tools / "ptxas", "-v", f"-arch={arch}", source, "-o", binary)
+        sass = _output(tools / "cuobjdump", "-sass", binary)
     registers = int(re.search(r"Used (\d+) registers", log)[1])
-    return registers, int(re.search(r"(\d+) bytes spill stores", log)[1])
+    return registers, int(re.search(r"(\d+) bytes spill stores", log)[1]), sass
+
+
+def _output(*command) -> str:
+    return subprocess.run(
+        command, text=True, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ).stdout
+
+
+def loop_spills(sass: str) -> int:
+    """Loads and stores of local memory in the innermost loops of a disassembly. A branch to itself,
+    behind the end of every kernel, is no loop."""
+    code = [
+        (int(address, 16), text)
+        for address, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)
+    ]
+    back = [(address, re.search(r"\bBRA\b.*?\b(0x[0-9a-f]+)", text)) for address, text in code]
+    loops = [(int(m[1], 16), end) for end, m in back if m and int(m[1], 16) < end]
+    innermost = [
+        (start, end)
+        for start, end in loops
+        if not any(start <= s and e <= end and (s, e) != (start, end) for s, e in loops)
+    ]
+    return sum(
+        bool(re.search(r"\b(LDL|STL)\b", text)) and any(s <= at <= e for s, e in innermost)
+        for at, text in code
+    )
 
 
 def _tiles_in_flight(ttgir: str, wgmma: bool) -> int:
