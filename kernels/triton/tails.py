@@ -88,7 +88,9 @@ def tails_kernel(
         b_owner = tl.load(p_owner + E_ROW, mask=owned, other=0)
         b_before = tl.load(p_owner + E_START, mask=owned, other=0)
         p_slots = kv_indices_ptr + tl.load(p_owner + E_DST, mask=owned, other=0)
-        b_kv_len = tl.load(seq_lens_ptr + b_owner, mask=owned, other=0).to(tl.int32) - b_before
+        # through int64: Triton 3.6 cannot lay out what follows an int32 load from 4 warps on
+        b_seq_len = tl.load(seq_lens_ptr + b_owner, mask=owned, other=0).to(tl.int64)
+        b_kv_len = (b_seq_len - b_before).to(tl.int32)
         b_start, b_end = split_range(b_kv_len, i_split, num_splits)
         longest = tl.max(b_end - b_start, 0)
 
