@@ -19,11 +19,13 @@ _PARTIAL_TYPE = {"bf16": "fp16", "fp16": "fp16", "fp32": "fp32"}
 
 @dataclass(frozen=True)
 class Target:
-    """What a tile is compiled for; dtype 'bf16', 'fp16' or 'fp32' of q, K, V and the output."""
+    """What a tile is compiled for; dtype 'bf16', 'fp16' or 'fp32' of q, K, V and the output,
+    lengths 'i64' (SGLang's) or 'i32' of seq_lens."""
 
     arch: int
     heads: HeadConfig
     dtype: str
+    lengths: str = "i64"
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def report(tile: TileConfig, target: Target) -> Report:
         "HAS_LSE": False,
     }
     names = kernel.arg_names
-    signature = {n: "constexpr" if n in constants else _type(n, target.dtype) for n in names}
+    signature = {n: "constexpr" if n in constants else _type(n, target) for n in names}
     aligned = [
         n for n in names if n.startswith("stride") or (n.endswith("_ptr") and n != "ticket_ptr")
     ]
@@ -126,17 +128,17 @@ def report(tile: TileConfig, target: Target) -> Report:
     )
 
 
-def _type(name: str, dtype: str) -> str:
+def _type(name: str, target: Target) -> str:
     pointers = {
         "plan_ptr": "i32",
         "kv_indices_ptr": "i32",
         "ticket_ptr": "i32",
-        "seq_lens_ptr": "i64",
-        "partial_out_ptr": _PARTIAL_TYPE[dtype],
+        "seq_lens_ptr": target.lengths,
+        "partial_out_ptr": _PARTIAL_TYPE[target.dtype],
         "partial_state_ptr": "fp32",
     }
     if name.endswith("_ptr"):
-        return "*" + pointers.get(name, dtype)
+        return "*" + pointers.get(name, target.dtype)
     return "i32" if name.startswith("stride") else "fp32"
 
 

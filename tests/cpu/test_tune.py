@@ -8,7 +8,7 @@ import triton
 
 from eval.tune import constraints, solve
 from eval.tune.__main__ import main
-from eval.tune.compiling import Report, loop_spills
+from eval.tune.compiling import Report, Target, compile_all, loop_spills
 from eval.tune.gpus import GPUS
 from sgl_prefix_attn.plan.tiles import TileConfig
 from sgl_prefix_attn.records import HeadConfig
@@ -138,3 +138,14 @@ def test_an_unknown_architecture_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["solve", "--arch", "75"])
     assert "known are [80, 90]" in capsys.readouterr().err
+
+
+@needs_compiler
+@pytest.mark.parametrize("lengths", ["i32", "i64"])
+def test_tails_compile_with_any_warps_and_lengths(lengths):
+    """Triton 3.6 once refused the tails kernel with int32 lengths from four warps on."""
+    tiles = [
+        TileConfig(16, 32, num_warps=w, num_stages=3, requests=r) for w in (2, 4) for r in (1, 4)
+    ]
+    reports = compile_all(tiles, Target(90, HEADS, "fp16", lengths))
+    assert {t: r for t, r in reports.items() if isinstance(r, str)} == {}
