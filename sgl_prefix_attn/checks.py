@@ -13,13 +13,15 @@ from sgl_prefix_attn.records import HeadConfig, PathTable, Plan
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def wrapper_arguments(head_dim, page_size, dtype, logits_soft_cap) -> None:
+def wrapper_arguments(head_dim, page_size, device, dtype, logits_soft_cap) -> None:
     if not 16 <= head_dim <= 256:
         raise ValueError(f"head_dim must be between 16 and 256, got {head_dim}")
     if not isinstance(page_size, int) or page_size < 1:
         raise ValueError(f"page_size must be an integer >= 1, got {page_size!r}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype}")
+    if dtype == torch.float32 and device.type == "cuda":
+        raise ValueError("dtype must be float16 or bfloat16 on a GPU, got float32")
     if not logits_soft_cap >= 0:
         raise ValueError(f"logits_soft_cap must be >= 0 (0: none), got {logits_soft_cap!r}")
 

@@ -33,8 +33,9 @@ class Capacity:
     def for_server(
         cls, max_batch: int, max_tokens: int, headroom: int, tile_set: TileSet
     ) -> Capacity:
-        """Enough for any forest of max_batch requests over max_tokens KV slots: every slot once,
-        headroom and alignment for every request, and eight parts a request on average."""
+        """Enough for max_batch requests over max_tokens KV slots: every slot twice, headroom and
+        alignment for every request, and eight parts a request on average. Strategy `query`, which
+        lists a shared slot once a request, may need more."""
         ctas = 4 * tile_set.num_sms
         return cls(
             words=layout.HEADER_WORDS + 128 * max_batch + 32 * ctas,

@@ -37,6 +37,7 @@ def model_facts(runner) -> ModelFacts:
         kv_scales=any(x.k_scale is not None or x.v_scale is not None for x in layers),
         kv_dtype=str(runner.kv_cache_dtype).removeprefix("torch."),
         model_dtype=str(runner.dtype).removeprefix("torch."),
+        device=runner.device,
         kv_pool=_pool_name(pool),
         parallel=_unsupported_parallelism(runner.server_args),
     )

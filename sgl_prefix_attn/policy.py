@@ -29,6 +29,7 @@ class ModelFacts:
     kv_scales: bool
     kv_dtype: str
     model_dtype: str
+    device: str
     kv_pool: str  # class name, with its layout when that is not slot-major
     parallel: str | None  # kind of parallelism that is not supported
 
@@ -57,6 +58,8 @@ def unsupported_model(facts: ModelFacts) -> str | None:
         return "layers:logit_transform"
     if facts.parallel is not None:
         return f"parallel:{facts.parallel}"
+    if facts.model_dtype == "float32" and facts.device != "cpu":
+        return "dtype:float32"
     if facts.kv_dtype != facts.model_dtype or facts.kv_scales:
         return f"kv_dtype:{facts.kv_dtype}"
     if facts.kv_pool != "MHATokenToKVPool":

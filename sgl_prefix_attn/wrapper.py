@@ -47,12 +47,13 @@ class PrefixDecodeWrapper:
         """sm_scale defaults to head_dim ** -0.5; logits_soft_cap 0 means none.
 
         Raises ValueError naming the argument: heads that do not divide, head_dim outside 16-256,
-        page_size below 1, dtype other than float32/float16/bfloat16, unknown strategy.
+        page_size below 1, dtype other than float16/bfloat16 (or float32 on a CPU), unknown
+        strategy.
         """
         self.heads = HeadConfig(num_qo_heads, num_kv_heads, head_dim)
-        checks.wrapper_arguments(head_dim, page_size, dtype, logits_soft_cap)
-        self.page_size = page_size
         self.device = torch.device(device)
+        checks.wrapper_arguments(head_dim, page_size, self.device, dtype, logits_soft_cap)
+        self.page_size = page_size
         self.dtype = dtype
         self.sm_scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
         self.logits_soft_cap = float(logits_soft_cap)

@@ -18,7 +18,7 @@ __all__ = ["STRATEGIES", "CostModel", "Planner", "TileConfig", "TileSet"]
 class Planner:
     """Plans decode steps of one head configuration; holds no state between plans.
 
-    Raises ValueError for an unknown strategy, or a group larger than the largest tile.
+    Raises ValueError for an unknown strategy, or tiles too small for a group's query heads.
     """
 
     def __init__(
@@ -34,6 +34,7 @@ class Planner:
             raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}; got {strategy!r}")
         if headroom < 0:
             raise ValueError(f"headroom must be >= 0 tokens, got {headroom}")
+        tile_set.check_group(heads.group_size)
         self.heads = heads
         self.strategy = strategy
         self.tile_set = tile_set

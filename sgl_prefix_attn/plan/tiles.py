@@ -72,6 +72,16 @@ class TileSet:
         if min(self.num_sms, self.min_split, self.packed_len, self.packed_tickets) < 1:
             raise ValueError("num_sms, min_split, packed_len, packed_tickets must be at least 1")
 
+    def check_group(self, group_size: int) -> None:
+        """Raise ValueError, naming the tile, unless the tails' tiles and the largest shared one
+        hold a group's query heads."""
+        for tile in (*self.tiles[: -len(self.shared)], self.shared[-1]):
+            requests = max(1, tile.requests)
+            if tile.block_m < requests * group_size or tile.block_n % requests:
+                raise ValueError(
+                    f"{tile} cannot hold {requests} request(s) of {group_size} query heads each"
+                )
+
     @property
     def tiles(self) -> tuple[TileConfig, ...]:
         packed = (self.packed_tail,) if self.packed_tail else ()
@@ -109,7 +119,6 @@ def tile_packs(packs: Packs, tile_set: TileSet, costs: CostModel) -> Tiling:
     GPU. A job is split so that no item takes longer than the whole step, were it spread evenly,
     plus what launching and merging cost anyway (an occupancy-aware form of PAT's mean rule): finer
     splits would only add partial results.
-    Raises ValueError when the group is larger than the largest tile.
     """
     queries = np.diff(packs.query_offset)
     kv_len = packs.kv_end - packs.kv_start
@@ -164,10 +173,6 @@ def _select_shared(queries, kv_len, tiles: tuple[TileConfig, ...], group: int):
     block_m = np.array([t.block_m for t in tiles])
     min_kv = np.array([t.min_kv for t in tiles])
     most = block_m[-1] // group
-    if most == 0:
-        raise ValueError(
-            f"shared: the largest block_m is {block_m[-1]}, below the group size {group}"
-        )
     row_tiles = -(-queries // most)
     per_tile = -(-queries // row_tiles)
     row_tiles = -(-queries // per_tile)

@@ -16,6 +16,7 @@ LLAMA = ModelFacts(
     kv_scales=False,
     kv_dtype="bfloat16",
     model_dtype="bfloat16",
+    device="cuda",
     kv_pool="MHATokenToKVPool",
     parallel=None,
 )
@@ -23,6 +24,8 @@ LLAMA = ModelFacts(
 
 def test_a_plain_model_is_supported():
     assert unsupported_model(LLAMA) is None
+    on_cpu = {"model_dtype": "float32", "kv_dtype": "float32", "device": "cpu"}
+    assert unsupported_model(dataclasses.replace(LLAMA, **on_cpu)) is None
 
 
 @pytest.mark.parametrize(
@@ -37,6 +40,7 @@ def test_a_plain_model_is_supported():
         ({"parallel": "context"}, "parallel:context"),
         ({"kv_dtype": "float8_e4m3fn"}, "kv_dtype:float8_e4m3fn"),
         ({"kv_scales": True}, "kv_dtype:bfloat16"),
+        ({"model_dtype": "float32", "kv_dtype": "float32"}, "dtype:float32"),
         ({"kv_pool": "MHATokenToKVPool/hnd"}, "kv_pool:MHATokenToKVPool/hnd"),
         ({"kv_pool": "SWAKVPool"}, "kv_pool:SWAKVPool"),
     ],

@@ -45,10 +45,17 @@ def test_smallest_tile_that_holds_the_rows(queries, kv_len, tile, per_item):
     assert queues == {0: [1] * queries, tile: per_item}
 
 
-def test_a_group_above_the_largest_tile_is_refused():
-    paths = path_table([(-1, 20)], [0, 0], [1, 1])
-    with pytest.raises(ValueError, match="largest block_m is 64, below the group size 65"):
-        naive_plan(paths, tile_set(), HeadConfig(65, 1, 32))
+@pytest.mark.parametrize(
+    ("tile", "group"),
+    [
+        ({}, 65),  # the tiles of tile_set() have up to 64 rows
+        ({"packed_tail": TileConfig(16, 32, requests=4)}, 5),
+        ({"packed_tail": TileConfig(32, 20, requests=8)}, 4),  # 20 columns for 8 requests
+    ],
+)
+def test_tiles_that_cannot_hold_a_group_are_refused(tile, group):
+    with pytest.raises(ValueError, match=f"cannot hold .* of {group} query heads"):
+        Planner(HeadConfig(group, 1, 32), tile_set=tile_set(**tile))
 
 
 def test_short_tails_are_packed_only_where_enough_remain():

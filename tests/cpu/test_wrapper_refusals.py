@@ -26,15 +26,16 @@ HEADS = HeadConfig(8, 2, 32)
         ({"page_size": 1.5}, "page_size must be an integer >= 1"),
         ({"dtype": torch.float64}, "dtype must be one of .*float32.*got torch.float64"),
         ({"dtype": torch.int8}, "dtype must be one of"),
+        ({"device": "cuda"}, "dtype must be float16 or bfloat16 on a GPU"),
         ({"strategy": "best"}, "strategy must be one of query, .*got 'best'"),
         ({"logits_soft_cap": -1.0}, "logits_soft_cap must be >= 0"),
         ({"logits_soft_cap": math.nan}, "logits_soft_cap must be >= 0"),
     ],
 )
 def test_constructor_refuses(options, message):
-    options = {"dtype": torch.float32, "heads": (8, 2, 32), **options}
+    options = {"dtype": torch.float32, "heads": (8, 2, 32), "device": "cpu", **options}
     with pytest.raises(ValueError, match=message):
-        PrefixDecodeWrapper(*options.pop("heads"), device="cpu", **options)
+        PrefixDecodeWrapper(*options.pop("heads"), **options)
 
 
 def plan_arguments():
