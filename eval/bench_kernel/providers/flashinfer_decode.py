@@ -7,7 +7,7 @@ import torch
 from eval.bench_kernel.case import Case
 from eval.bench_kernel.providers.base import BaseProvider
 
-_WORKSPACE_BYTES = 768 << 20
+_WORKSPACE_BYTES = 2 << 30
 
 
 class FlashInferDecode(BaseProvider):
