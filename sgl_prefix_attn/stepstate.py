@@ -68,7 +68,7 @@ class StepPreparer:
         self._fits = fits
         self._model_problem = model_problem
         self._raise_faults = raise_faults
-        self._decisions: dict[type, Decision] = {}
+        self._decisions: dict[tuple, Decision] = {}
         self._stats: PlanStats | None = None
         self._steps_since_plan = 0
         self._prefix_steps = 0
@@ -96,14 +96,13 @@ class StepPreparer:
     def only_stock(self, reason: str) -> None:
         """No step from now on can run prefix kernels."""
         self._model_problem = reason
-        self._decisions.clear()
 
     def _decide(self, tree_cache) -> Decision:
-        # Every fact of a healthy step is fixed but for the cache's class: decided once a class.
-        kind = type(tree_cache)
-        if kind not in self._decisions:
-            self._decisions[kind] = decide(self._facts(tree_cache))
-        return self._decisions[kind]
+        # All that a healthy step's decision depends on: decided once, not once a step.
+        facts = (type(tree_cache), self.settings.policy, self._model_problem)
+        if facts not in self._decisions:
+            self._decisions[facts] = decide(self._facts(tree_cache))
+        return self._decisions[facts]
 
     def _facts(self, tree_cache, fault: str | None = None) -> BatchFacts:
         return BatchFacts(
