@@ -156,10 +156,10 @@ class PlanExecutor:
         """Decode attention of one layer into out; rows at and above the plan's batch stay as they
         are. q, out [>= B, Hq, D]; caches [slots, Hkv, D]; out_lse float32 [>= B, Hq], base 2."""
         if self._launch:
-            self._forward(
-                self._workspace, q, k_cache, v_cache, seq_lens, out, out_lse, sm_scale,
-                logits_soft_cap,
-            )  # fmt: skip
+            layer = self._launch.Layer(
+                q, k_cache, v_cache, seq_lens, out, out_lse, sm_scale, logits_soft_cap
+            )
+            self._forward(self._workspace, layer)
             return
         batch = self.plan.batch_size
         result, lse = reference.execute(

@@ -38,6 +38,51 @@ class Workspace:
     tickets: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Layer:
+    """One layer's tensors: q, out [>= B, Hq, D]; caches [slots, Hkv, D]; seq_lens int [>= B];
+    out_lse float32 [>= B, Hq] in base 2, or None; soft_cap 0 means none."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    seq_lens: torch.Tensor
+    out: torch.Tensor
+    out_lse: torch.Tensor | None
+    sm_scale: float
+    soft_cap: float
+
+    @property
+    def lse_or_out(self) -> torch.Tensor:
+        """An argument for the kernels where they do not write the LSE."""
+        return self.out if self.out_lse is None else self.out_lse
+
+
+def forward_constants(heads: HeadConfig, tile: TileConfig, i_tile: int) -> dict:
+    """The constants that a tile's kernel is compiled with, flags of the call aside."""
+    requests = {"REQUESTS": tile.requests} if tile.requests else {}
+    return {
+        "NUM_KV_HEADS": heads.num_kv_heads,
+        "GROUP": heads.group_size,
+        "HEAD_DIM": heads.head_dim,
+        "BLOCK_D": _block_d(heads),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "TILE": i_tile,
+        **requests,
+    }
+
+
+def compiler_options(tile: TileConfig) -> dict:
+    """How Triton builds a tile's kernel."""
+    cap = {"maxnreg": tile.max_regs} if tile.max_regs else {}
+    return {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **cap}
+
+
+def _block_d(heads: HeadConfig) -> int:
+    return max(16, triton.next_power_of_2(heads.head_dim))
+
+
 def fill_segments(ws: Workspace, req_to_token, req_pool_indices, num_segments: int, longest: int):
     """Copy the slots of every segment from req_to_token [R, C] into ws.kv_indices."""
     blocks = min(64, triton.cdiv(longest, _FILL_BLOCK))
@@ -72,55 +117,40 @@ class ForwardLauncher:
         self.fork = torch.cuda.Event() if side else None
         self.joins = [torch.cuda.Event() for _ in range(side)]
 
-    def __call__(
-        self, ws: Workspace, q, k_cache, v_cache, seq_lens, out, out_lse, sm_scale, soft_cap
-    ):
+    def __call__(self, ws: Workspace, layer: Layer) -> None:
         main = torch.cuda.current_stream() if self.streams else None
         if self.streams:
             self.fork.record(main)
+        # the largest tiles first: their items are the longest
         for i in reversed(range(len(self.tile_set.tiles))):
-            args = (ws, i, q, k_cache, v_cache, seq_lens, out, out_lse, sm_scale, soft_cap)
             if self.streams and i > 0:
                 side = self.streams[i - 1]
                 side.wait_event(self.fork)
                 with torch.cuda.stream(side):
-                    self._forward(*args)
+                    self._forward(ws, layer, i)
                 self.joins[i - 1].record(side)
             else:
-                self._forward(*args)
+                self._forward(ws, layer, i)
         for join in self.joins:
             main.wait_event(join)
-        self._merge(ws, out, out_lse)
+        self._merge(ws, layer)
 
-    def _forward(
-        self, ws: Workspace, i_tile, q, k_cache, v_cache, seq_lens, out, out_lse, sm_scale, soft_cap
-    ):
-        tile, heads = self.tile_set.tiles[i_tile], self.heads
+    def _forward(self, ws: Workspace, layer: Layer, i_tile: int) -> None:
+        tile = self.tile_set.tiles[i_tile]
+        kernel = tails_kernel if tile.requests else shared_kernel
         args = (
-            q, k_cache, v_cache, out, out if out_lse is None else out_lse, ws.partial_out,
-            ws.partial_state, ws.words, ws.kv_indices, seq_lens, ws.tickets[i_tile:], 
-            q.stride(0), k_cache.stride(0), v_cache.stride(0), out.stride(0), sm_scale, soft_cap,
+            layer.q, layer.k_cache, layer.v_cache, layer.out, layer.lse_or_out, ws.partial_out,
+            ws.partial_state, ws.words, ws.kv_indices, layer.seq_lens, ws.tickets[i_tile:],
+            layer.q.stride(0), layer.k_cache.stride(0), layer.v_cache.stride(0),
+            layer.out.stride(0), layer.sm_scale, layer.soft_cap,
         )  # fmt: skip
         options = {
-            "NUM_KV_HEADS": heads.num_kv_heads,
-            "GROUP": heads.group_size,
-            "HEAD_DIM": heads.head_dim,
-            "BLOCK_D": max(16, triton.next_power_of_2(heads.head_dim)),
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-            "TILE": i_tile,
-            "HAS_SOFT_CAP": soft_cap > 0,
-            "HAS_LSE": out_lse is not None,
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
+            **forward_constants(self.heads, tile, i_tile),
+            **compiler_options(tile),
+            "HAS_SOFT_CAP": layer.soft_cap > 0,
+            "HAS_LSE": layer.out_lse is not None,
         }
-        if tile.max_regs:
-            options["maxnreg"] = tile.max_regs
-        kernel = shared_kernel
-        if tile.requests:
-            kernel = tails_kernel
-            options["REQUESTS"] = tile.requests
-        key = (tile, q.dtype, soft_cap > 0)
+        key = (tile, layer.q.dtype, layer.soft_cap > 0)
         if key not in self.grids:
             self.grids[key] = self.num_sms * self._ctas_per_sm(kernel, args, options)
         kernel[(self.grids[key],)](*args, **options)
@@ -139,19 +169,17 @@ class ForwardLauncher:
         by_threads = device.max_threads_per_multi_processor // threads
         return max(1, min(by_registers, by_shared, by_threads))
 
-    def _merge(self, ws: Workspace, out, out_lse):
-        heads = self.heads
-        block_d = max(16, triton.next_power_of_2(heads.head_dim))
+    def _merge(self, ws: Workspace, layer: Layer) -> None:
+        rows, heads, block_d = layer.out.shape[0], self.heads.num_qo_heads, _block_d(self.heads)
         # small batches: smaller programs, so that every SM has some
-        elements = out.shape[0] * heads.num_qo_heads * block_d // (2 * self.num_sms)
-        block_h = max(1, min(_MERGE_ELEMENTS, elements) // block_d)
-        block_h = min(1 << (block_h.bit_length() - 1), triton.next_power_of_2(heads.num_qo_heads))
-        merge_kernel[(out.shape[0], triton.cdiv(heads.num_qo_heads, block_h))](
-            ws.partial_out, ws.partial_state, out, out if out_lse is None else out_lse, ws.words,
-            ws.tickets, out.stride(0),
-            NUM_QO_HEADS=heads.num_qo_heads, HEAD_DIM=heads.head_dim,
+        elements = min(_MERGE_ELEMENTS, rows * heads * block_d // (2 * self.num_sms))
+        block_h = max(1, elements // block_d)
+        block_h = min(1 << (block_h.bit_length() - 1), triton.next_power_of_2(heads))
+        merge_kernel[(rows, triton.cdiv(heads, block_h))](
+            ws.partial_out, ws.partial_state, layer.out, layer.lse_or_out, ws.words, ws.tickets,
+            layer.out.stride(0), NUM_QO_HEADS=heads, HEAD_DIM=self.heads.head_dim,
             BLOCK_D=block_d, BLOCK_H=block_h, BLOCK_P=_MERGE_PARTS,
-            HAS_LSE=out_lse is not None, num_warps=4 if block_h * block_d >= 512 else 1,
+            HAS_LSE=layer.out_lse is not None, num_warps=4 if block_h * block_d >= 512 else 1,
         )  # fmt: skip
 
 

@@ -82,18 +82,12 @@ def report(tile: TileConfig, target: Target) -> Report:
 
     from sgl_prefix_attn.kernels.triton.shared import shared_kernel
     from sgl_prefix_attn.kernels.triton.tails import tails_kernel
+    from sgl_prefix_attn.launch import compiler_options, forward_constants
 
     kernel = tails_kernel if tile.requests else shared_kernel
     heads = target.heads
     constants = {
-        "NUM_KV_HEADS": heads.num_kv_heads,
-        "GROUP": heads.group_size,
-        "HEAD_DIM": heads.head_dim,
-        "BLOCK_D": max(16, triton.next_power_of_2(heads.head_dim)),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "REQUESTS": tile.requests,
-        "TILE": 0,
+        **forward_constants(heads, tile, 0),
         "HAS_SOFT_CAP": False,
         "HAS_LSE": False,
     }
@@ -110,11 +104,7 @@ def report(tile: TileConfig, target: Target) -> Report:
             attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
         ),
         target=GPUTarget("cuda", target.arch, 32),
-        options={
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-            **({"maxnreg": tile.max_regs} if tile.max_regs else {}),
-        },
+        options=compiler_options(tile),
     )
     registers, spilled, sass = _assemble(compiled.asm["ptx"], Path(triton.__file__).parent)
     wgmma = "wgmma.mma_async" in compiled.asm["ptx"]

@@ -1,6 +1,7 @@
 """eval.report: the README's table is what the result files say."""
 
 import copy
+from pathlib import Path
 
 import pytest
 
@@ -94,3 +95,12 @@ def test_a_file_that_is_no_result_is_named(tmp_path, content, capsys):
     with pytest.raises(SystemExit):
         report.main([str(path)])
     assert "odd.json" in capsys.readouterr().err
+
+
+def test_the_readme_says_what_the_result_files_say():
+    root = Path(report.__file__).resolve().parents[1]
+    results = [
+        root / "eval/results" / name for name in ("kernel_h100_pat20.json", "engine_h100.json")
+    ]
+    arguments = [*map(str, results), "--readme", str(root / "README.md"), "--check"]
+    assert report.main(arguments) == 0, "run python -m eval.report with --readme README.md"
