@@ -117,20 +117,37 @@ def max_slot(name: str, table: torch.Tensor, pool: torch.Tensor, seq_lens: np.nd
 
 
 def slots_agree(plan: Plan, req_to_token: torch.Tensor, pool: torch.Tensor) -> None:
-    """Requests of one shared node must have the same slots there."""
+    """Requests of one shared node must have the same slots there.
+
+    Every request is compared with the first one of its deepest shared node, and those first ones
+    with their parent node's: all pairs agree if these do. One look at the device for all.
+    """
     forest = plan.forest
-    pool = pool.to(req_to_token.device)
-    for node in range(forest.parent.size):
-        start, end = int(forest.start[node]), int(forest.end[node])
-        rows = _requests_below(forest, node)
-        slots = req_to_token[pool[rows], start:end]
-        bad = (slots != slots[0]).any(dim=1).nonzero()
-        if bad.numel():
-            row = int(rows[bad[0].item()])
-            raise ValueError(
-                f"paths[{row}] shares KV positions {start} to {end} with request {rows[0]}, but "
-                "their slots in req_to_token differ"
-            )
+    first = np.full(forest.parent.size, forest.tail_parent.size)  # first request below each node
+    sharing = np.flatnonzero(forest.tail_parent >= 0)
+    np.minimum.at(first, forest.tail_parent[sharing], sharing)
+    for node in range(forest.parent.size - 1, -1, -1):
+        if forest.parent[node] >= 0:
+            first[forest.parent[node]] = min(first[forest.parent[node]], first[node])
+    inner = np.flatnonzero(forest.parent >= 0)
+    rows = np.concatenate([sharing, first[inner]])
+    others = np.concatenate([first[forest.tail_parent[sharing]], first[forest.parent[inner]]])
+    lengths = np.concatenate([forest.tail_start[sharing], forest.end[forest.parent[inner]]])
+    if not rows.size:
+        return
+    device = req_to_token.device
+    pool = pool.to(device)
+    shared = torch.arange(int(lengths.max()), device=device)
+    shared = shared < torch.from_numpy(lengths).to(device)[:, None]
+    columns = slice(0, int(lengths.max()))
+    differ = (req_to_token[pool[rows], columns] != req_to_token[pool[others], columns]) & shared
+    bad = differ.any(dim=1).nonzero()
+    if bad.numel():
+        pair = bad[0].item()
+        raise ValueError(
+            f"paths[{rows[pair]}] shares KV positions 0 to {lengths[pair]} with request "
+            f"{others[pair]}, but their slots in req_to_token differ"
+        )
 
 
 def append_slots(out_cache_loc: torch.Tensor, batch: int) -> int:
@@ -210,12 +227,3 @@ def _used_slots(req_to_token: torch.Tensor, pool: torch.Tensor, seq_lens: np.nda
         seq_lens.astype(np.int64)
     ).to(slots.device).unsqueeze(1)
     return torch.where(behind, slots[:, :1], slots)
-
-
-def _requests_below(forest, node: int) -> np.ndarray:
-    below = np.zeros(forest.parent.size, bool)
-    below[node] = True
-    for i in range(node + 1, forest.parent.size):
-        below[i] = forest.parent[i] >= 0 and below[forest.parent[i]]
-    tail = forest.tail_parent
-    return np.flatnonzero((tail >= 0) & below[tail])

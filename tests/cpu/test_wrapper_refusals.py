@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -187,3 +188,29 @@ def test_appended_slots_count_as_read():
     made.append(torch.tensor([1, problem.k.shape[0]]))
     with pytest.raises(ValueError, match=r"kv_cache\[0\] has \d+ slots but .* reads slot"):
         made.run(problem.q, (problem.k, problem.v))
+
+
+def test_every_single_shared_slot_that_differs_is_found():
+    parent, length, leaf = [-1, 0, 0, 1, -1], [5, 4, 3, 6, 7], [3, 3, 1, 2, 2, 0, 4, 4, -1]
+    first_slot = np.cumsum([0, *length[:-1]]) + 1
+    paths, rows = [], []
+    for request, node in enumerate(leaf):
+        path = []
+        while node >= 0:
+            path.insert(0, node)
+            node = parent[node]
+        shared = [first_slot[n] + i for n in path for i in range(length[n])]
+        paths.append([(n, length[n]) for n in path])
+        rows.append([*shared, *range(100 + 30 * request, 130 + 30 * request)][:30])
+    slots = torch.tensor(rows, dtype=torch.int32)
+    seq_lens = [sum(tokens for _, tokens in path) + 2 for path in paths]
+    wrapper = PrefixDecodeWrapper(8, 2, 32, device="cpu", dtype=torch.float32)
+    wrapper.plan(paths, seq_lens, slots, range(9))
+    requests_below = {n: sum(n in dict(path) for path in paths) for n in range(5)}
+    for row, path in enumerate(paths):
+        shared = sum(tokens for n, tokens in path if requests_below[n] > 1)
+        for position in range(shared):
+            wrong = slots.clone()
+            wrong[row, position] = 999
+            with pytest.raises(ValueError, match=r"paths\[\d\] shares KV positions"):
+                wrapper.plan(paths, seq_lens, wrong, range(9))
