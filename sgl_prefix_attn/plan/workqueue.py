@@ -55,7 +55,8 @@ def serialize(
     )
 
 
-@njit(cache=True)
+# Not cached on disk: numba's cache does not see a change of the layout's constants.
+@njit
 def _serialize(
     kv_start, kv_end, tail, query_offset, queries, batch,
     pack_order, job_offset, tile, row_tiles, queries_per_tile, splits, job_order, headroom,
