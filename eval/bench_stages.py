@@ -84,7 +84,7 @@ def _time(case: Case, stage: str) -> float:
         device=case.device,
         dtype=case.dtype,
         tile_set=tile_set,
-        capacity=Capacity.for_plan(plan),
+        capacity=Capacity.for_plans(plan),
     )
     rows = torch.arange(case.tree.batch_size, device=case.device)
     executor.load(without(plan, tile_set, stage), case.req_to_token, rows)

@@ -109,7 +109,7 @@ def run_case(plant: bool = False, device: str = "cuda") -> int:
     assert not unused and plan.num_partials, f"queues {unused} of the case are empty"
     executor = PlanExecutor(
         HEADS, device=device, dtype=torch.bfloat16, tile_set=tiles,
-        capacity=Capacity.for_plan(plan),
+        capacity=Capacity.for_plans(plan),
     )  # fmt: skip
     q, k, v, seq_lens, last = (t.to(device) for t in (q, k, v, seq_lens, last))
     out = torch.empty_like(q)

@@ -132,20 +132,20 @@ def slots_agree(plan: Plan, req_to_token: torch.Tensor, pool: torch.Tensor) -> N
     inner = np.flatnonzero(forest.parent >= 0)
     rows = np.concatenate([sharing, first[inner]])
     others = np.concatenate([first[forest.tail_parent[sharing]], first[forest.parent[inner]]])
-    lengths = np.concatenate([forest.tail_start[sharing], forest.end[forest.parent[inner]]])
+    ends = np.concatenate([forest.tail_start[sharing], forest.end[forest.parent[inner]]])
     if not rows.size:
         return
     device = req_to_token.device
     pool = pool.to(device)
-    shared = torch.arange(int(lengths.max()), device=device)
-    shared = shared < torch.from_numpy(lengths).to(device)[:, None]
-    columns = slice(0, int(lengths.max()))
-    differ = (req_to_token[pool[rows], columns] != req_to_token[pool[others], columns]) & shared
+    longest = int(ends.max())
+    positions = torch.arange(longest, device=device)
+    shared = positions < torch.from_numpy(ends).to(device)[:, None]
+    differ = (req_to_token[pool[rows], :longest] != req_to_token[pool[others], :longest]) & shared
     bad = differ.any(dim=1).nonzero()
     if bad.numel():
         pair = bad[0].item()
         raise ValueError(
-            f"paths[{rows[pair]}] shares KV positions 0 to {lengths[pair]} with request "
+            f"paths[{rows[pair]}] shares KV positions 0 to {ends[pair]} with request "
             f"{others[pair]}, but their slots in req_to_token differ"
         )
 

@@ -44,8 +44,13 @@ class Capacity:
         )
 
     @classmethod
-    def for_plan(cls, plan: Plan) -> Capacity:
-        return cls(plan.words.size, plan.num_index_slots, max(1, plan.num_partials))
+    def for_plans(cls, *plans: Plan) -> Capacity:
+        """Enough for each of the plans, one at a time."""
+        return cls(
+            words=max(plan.words.size for plan in plans),
+            index_slots=max(plan.num_index_slots for plan in plans),
+            partials=max(1, *(plan.num_partials for plan in plans)),
+        )
 
     def grown_to(self, need: Capacity) -> Capacity:
         """At least `need`, rounded up to powers of two so that growing stays rare."""

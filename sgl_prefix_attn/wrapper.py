@@ -193,7 +193,7 @@ class PrefixDecodeWrapper:
         checks.slots_agree(plan, req_to_token, pool)
         self._max_slot = checks.max_slot(name, req_to_token, pool, plan.seq_lens)
         if self._executor is None or not self._executor.capacity.covers(plan):
-            need = Capacity.for_plan(plan)
+            need = Capacity.for_plans(plan)
             have = self._executor.capacity if self._executor else Capacity(1, 1, 1)
             self._executor = PlanExecutor(
                 self.heads,

@@ -10,9 +10,8 @@ from sgl_prefix_attn.records import HeadConfig
 # Sustained rates of whole GPUs: bandwidth in bytes/us of a paged gather, mma in flop/us of the
 # shared kernel's two products, item in us that a CTA needs for a work item besides its KV, ctas
 # CTAs over which items spread, launch us a step costs however little there is to do. H100:
-# bandwidth as FlashInfer and FA3 reach it on 256 x 4096
-# unshared tokens, the others from docs/kernel-log.md; the rest are starting points until
-# `sgl-prefix-attn calibrate` measures them.
+# bandwidth as FlashInfer and FA3 reach it on 256 x 4096 unshared tokens, the others from
+# docs/kernel-log.md. The rows of other GPUs are estimates, not measured.
 GPU_CONSTANTS = {
     "H100": {"bandwidth": 3.0e6, "mma": 300e6, "item": 2.6, "ctas": 396, "launch": 8.0},
     "H200": {"bandwidth": 4.2e6, "mma": 300e6, "item": 2.6, "ctas": 396, "launch": 8.0},

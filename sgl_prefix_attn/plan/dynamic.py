@@ -20,8 +20,7 @@ from sgl_prefix_attn.records import Forest, Merges
 
 def optimal_merges(forest: Forest, costs: CostModel) -> Merges:
     """Minimise the predicted time of all packs; see the module's text for what is exact."""
-    node, tail, _ = _solve(*_columns(forest), *_scalars(costs))
-    return Merges(node, tail)
+    return Merges(*_solve(*_columns(forest), *_scalars(costs)))
 
 
 def predicted_cost(forest: Forest, merges: Merges, costs: CostModel) -> float:
@@ -173,10 +172,7 @@ def _solve(
     node_merged = np.zeros(num_nodes, np.bool_)
     tail_merged = np.zeros(batch, np.bool_)
     chain = np.zeros(num_nodes, np.int64)  # k of the state that each node ends up in
-    total = 0.0
     for node in range(num_nodes):
-        if parent[node] < 0:
-            total += best[state[node]]
         degree = offset[node + 1] - offset[node]
         for j in range(degree):
             if merged[edge_state[node] + chain[node] * degree + j]:
@@ -186,4 +182,4 @@ def _solve(
                 else:
                     node_merged[child] = True
                     chain[child] = chain[node] + 1
-    return node_merged, tail_merged, total
+    return node_merged, tail_merged

@@ -15,12 +15,7 @@ PADDING = 3  # rows of q and out above the batch, as in a captured graph
 
 def executor(problem, *plans, use_triton=False, packed=True):
     """Room for the plans, and kv_indices full of the poison slot."""
-    needs = [Capacity.for_plan(plan) for plan in plans]
-    capacity = Capacity(
-        max(n.words for n in needs),
-        max(n.index_slots for n in needs),
-        max(n.partials for n in needs),
-    )
+    capacity = Capacity.for_plans(*plans)
     made = PlanExecutor(
         problem.heads, device="cpu", dtype=problem.dtype, capacity=capacity, use_triton=use_triton,
         tile_set=splitting_tiles(problem.heads, packed),

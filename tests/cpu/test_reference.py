@@ -132,7 +132,7 @@ def test_a_plan_that_is_too_large_leaves_the_current_one():
     made.load(plan, problem.req_to_token, problem.pool)
     other = make_problem(large, heads)
     too_large = planner(heads, "naive").plan(large)
-    capacity = Capacity.for_plan(too_large)
+    capacity = Capacity.for_plans(too_large)
     for name in ("words", "index_slots", "partials"):
         made.capacity = replace(capacity, **{name: getattr(capacity, name) - 1})
         with pytest.raises(PlanTooLarge, match="plan needs"):

@@ -55,12 +55,7 @@ def executor(
     problem: Problem, *plans: Plan, tiles: TileSet | None = None, parallel_tiles=True
 ) -> PlanExecutor:
     """Room for the plans; kv_indices full of the poison slot and partial rows full of NaN."""
-    needs = [Capacity.for_plan(plan) for plan in plans]
-    capacity = Capacity(
-        max(n.words for n in needs),
-        max(n.index_slots for n in needs),
-        max(n.partials for n in needs),
-    )
+    capacity = Capacity.for_plans(*plans)
     made = PlanExecutor(
         problem.heads,
         device=DEVICE,

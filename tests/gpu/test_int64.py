@@ -104,7 +104,7 @@ def test_rows_of_req_to_token_beyond_2_to_31_elements():
         device=support.DEVICE,
         dtype=problem.dtype,
         tile_set=default_tile_set(support.DEVICE, LLAMA),
-        capacity=Capacity.for_plan(plan),
+        capacity=Capacity.for_plans(plan),
         use_triton=True,
     )
     made._kv_indices.fill_(problem.poison_slot)
