@@ -16,8 +16,8 @@ import torch
 from eval import provenance
 from eval.bench_kernel.case import DTYPES, Case, build_case
 from eval.bench_kernel.floor import floor_us, rates_of
-from eval.bench_kernel.timing import LayerTimer
 from eval.bench_kernel.trees import parse_trees
+from sgl_prefix_attn.calibration.timing import LayerTimer
 from sgl_prefix_attn.checks import lengths, path_table
 from sgl_prefix_attn.executor import Capacity, PlanExecutor
 from sgl_prefix_attn.kernels import layout as L

@@ -11,8 +11,8 @@ from eval.bench_kernel.case import Case, build_case
 from eval.bench_kernel.floor import Rates, floor_us
 from eval.bench_kernel.oracle import Oracle
 from eval.bench_kernel.providers.base import Provider, Unsupported
-from eval.bench_kernel.timing import LayerTimer, plan_us
 from eval.bench_kernel.trees import Tree, page_problem
+from sgl_prefix_attn.calibration.timing import LayerTimer, plan_us
 from sgl_prefix_attn.records import HeadConfig
 
 
