@@ -1,4 +1,4 @@
-"""Sends decode steps that must not replay the captured prefix graph to the eager path."""
+"""Sends decode steps that no captured graph holds to the eager path."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from sgl_prefix_attn.patches.batch_requests import find_backend
 TARGET = (
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph"
 )
-WHY = "decode graphs hold the prefix kernels; a stock step has to run eagerly"
+WHY = "a cross-checked step (SGL_PREFIX_ATTN_CHECK) runs both backends; a graph holds one"
 SGLANG = ("0.5.17",)
 
 
 def hook(original, runner, forward_batch):
-    """Around can_run_graph: no for a step that our backend decided to run on its own."""
+    """Around can_run_graph: no for a step that our backend has to run eagerly."""
     backend = find_backend(runner.model_runner)
-    if backend is not None and backend.needs_eager_step(forward_batch.forward_mode):
+    if backend is not None and backend.needs_eager_step:
         return False
     return original(runner, forward_batch)
 

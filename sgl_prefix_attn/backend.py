@@ -8,6 +8,7 @@ steps run the plan. SGLang's three-method contract:
     in the graph (or eager)            init_forward_metadata_in_graph   append this step's slots
     every layer                        forward_decode                   write KV, run the plan
 
+A decode graph exists in two variants, stock and prefix (variants.py); the step's decision chooses.
 Batch state lives here and never on the ForwardBatch: graph replay passes a copy of it.
 """
 
@@ -28,6 +29,7 @@ from sgl_prefix_attn.metrics import StepCounters, process_exporter
 from sgl_prefix_attn.patches import batch_requests, verify_applied
 from sgl_prefix_attn.records import Decision
 from sgl_prefix_attn.stepstate import Step, StepPreparer
+from sgl_prefix_attn.variants import GraphVariants
 
 logger = logging.getLogger(__name__)
 
@@ -69,11 +71,16 @@ class PrefixAttnBackend(AttentionBackend):
                 "--attention-backend prefix: every step runs stock attention (%s)",
                 self._model_problem,
             )
+        self.variants = GraphVariants(
+            0 if settings.policy == policy.STOCK else settings.max_variant_bs,
+            raise_failures=runner.ps.tp_size > 1,
+        )
         self._steps = StepPreparer(
             settings,
             planner,
             lambda plan: self._executor.capacity.covers(plan),
             self.counters,
+            graph_problem=self.variants.problem,
             model_problem=self._model_problem,
             raise_faults=runner.ps.tp_size > 1,
         )
@@ -84,7 +91,7 @@ class PrefixAttnBackend(AttentionBackend):
 
     def observe(self, forward_batch, schedule_batch) -> None:
         """Decide and plan the step that SGLang is about to run (after ForwardBatch.init_new)."""
-        self._observed = None
+        self._observed, self._active = None, _UNOBSERVED
         if not forward_batch.forward_mode.is_decode() or forward_batch.seq_lens_cpu is None:
             return
         self._observed = self._steps.prepare(
@@ -94,12 +101,23 @@ class PrefixAttnBackend(AttentionBackend):
             self.req_to_token_pool.req_to_token,
         )
 
-    def needs_eager_step(self, forward_mode) -> bool:
-        """Whether the captured prefix graph must not replay for the observed step."""
-        if not forward_mode.is_decode() or self._model_problem is not None:
-            return False
-        step = self._observed
-        return step is None or not step.is_prefix or step.cross_check
+    @property
+    def needs_eager_step(self) -> bool:
+        """Whether the observed step must not replay a graph."""
+        return self._observed is not None and self._observed.cross_check
+
+    @property
+    def can_run_prefix(self) -> bool:
+        """Whether any step of this model can run prefix kernels."""
+        return self._model_problem is None
+
+    @property
+    def graph_is_prefix(self) -> bool:
+        """Whether the graph of this step or capture holds prefix kernels.
+
+        SGLang asks before out_graph, about the observed step, and after it, about the active one.
+        """
+        return (self._observed or self._active).is_prefix
 
     # --- SGLang's metadata contract --------------------------------------------------------------
 
@@ -107,6 +125,7 @@ class PrefixAttnBackend(AttentionBackend):
         if batch_requests.find_backend(self._runner) is not self:
             # Behind a wrapper that the hook cannot look through no batch ever reaches us.
             self._only_stock("wrapped_backend")
+        self.variants.reset()
         self.stock.init_cuda_graph_state(max_bs, max_num_tokens)
         if self._executor is not None:
             # Nothing writes padding rows: they must hold finite numbers, because a model may take
@@ -133,17 +152,19 @@ class PrefixAttnBackend(AttentionBackend):
             self._append(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch, in_capture: bool = False) -> None:
-        """Before capture or replay of a graph; a decode graph holds the prefix variant."""
-        if self._model_problem is not None or not forward_batch.forward_mode.is_decode():
-            self._active = _UNOBSERVED
-            self.stock.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
-            return
-        step = self._take_step(forward_batch.forward_mode)
-        if in_capture or not step.is_prefix:
-            # Capture, and replay for an idle rank: the graph runs over padding rows only.
-            step = self._active = self._padding
+        """Before capture or replay of a graph.
+
+        A stock graph keeps pointers into what the stock backend makes here for its capture, once a
+        size: the capture of the prefix graph must not come this way.
+        """
+        self._take_step(forward_batch.forward_mode)
+        if in_capture:
             self._steps.lifetime.invalidate("capture")
-        self._load(step, forward_batch)
+            self._active = self._padding if self.variants.capturing else _UNOBSERVED
+        if self._active.is_prefix:
+            self._load(self._active, forward_batch)
+        else:
+            self.stock.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch) -> None:
         if self._active.is_prefix:
@@ -211,14 +232,10 @@ class PrefixAttnBackend(AttentionBackend):
 
     def _leave_prefix(self, option: str, forward_batch) -> None:
         """A layer wants something that the prefix kernels do not do: stock, from here on."""
-        if self._active is self._padding:
-            raise RuntimeError(
-                f"--attention-backend prefix: layers of this model pass `{option}` to attention, "
-                f"which prefix decode graphs do not support; use --disable-cuda-graph, or leave "
-                f"--attention-backend out to take SGLang's default"
-            )
         self._only_stock(f"layer_option:{option}")
-        self.stock.init_forward_metadata(forward_batch)
+        if self._active is not self._padding:
+            # In a capture the stock graph of the same size has just left its metadata in place.
+            self.stock.init_forward_metadata(forward_batch)
         self._active = _UNOBSERVED
 
     def _only_stock(self, reason: str) -> None:

@@ -85,6 +85,14 @@ VARIABLES = (
         "Tokens that every request can grow before its index segment is full and a step replans.",
     ),
     Variable(
+        "max_variant_bs",
+        _integer(0),
+        "65536",
+        "Largest decode batch size with a CUDA graph of the prefix kernels beside SGLang's own; "
+        "larger captured sizes run stock attention, 0 is none. Each graph costs start-up time and "
+        "memory, which a line in the log adds up.",
+    ),
+    Variable(
         "check",
         _flag(),
         "0",
@@ -112,6 +120,7 @@ class Settings:
     strategy: str = "calibrated"
     policy: str = "auto"
     headroom: int = 64
+    max_variant_bs: int = 65536
     check: bool = False
     check_every: int = 16
     cpu_platform: bool = False

@@ -41,6 +41,7 @@ class BatchFacts:
     policy: str = "auto"  # SGL_PREFIX_ATTN_POLICY
     model: str | None = None  # unsupported_model()
     tree: str | None = None  # tree.unsupported_tree()
+    graph: str | None = None  # variants.GraphVariants.problem(): no prefix graph of its size
     fault: str | None = None  # what went wrong while this step was planned
 
 
@@ -68,12 +69,14 @@ def unsupported_model(facts: ModelFacts) -> str | None:
 
 
 def decide(facts: BatchFacts) -> Decision:
-    """The step's kernels and why: what is unsupported first, then a forced policy, then faults."""
+    """The step's kernels and why: what is unsupported first, then a forced policy, then what else
+    stands against it."""
     unsupported = facts.model or facts.tree
     if unsupported is not None:
         return Decision(STOCK, unsupported)
     if facts.policy == STOCK:
         return Decision(STOCK, "forced")
-    if facts.fault is not None:
-        return Decision(STOCK, facts.fault)
+    against = facts.graph or facts.fault
+    if against is not None:
+        return Decision(STOCK, against)
     return Decision(PREFIX, "forced" if facts.policy == PREFIX else "default")

@@ -46,6 +46,7 @@ class StepPreparer:
 
     planner       .plan(paths) -> Plan
     fits          whether the executor's workspace holds a plan
+    graph_problem why a batch of so many requests has no prefix graph, or None
     model_problem why no step can run prefix kernels (policy.unsupported_model), or None
     raise_faults  raise planner errors instead of falling back: with tensor parallelism one rank
                   must not decide alone
@@ -58,6 +59,7 @@ class StepPreparer:
         fits: Callable[[Plan], bool],
         counters: StepCounters,
         *,
+        graph_problem: Callable[[int], str | None] = lambda batch_size: None,
         model_problem: str | None = None,
         raise_faults: bool = False,
     ):
@@ -66,6 +68,7 @@ class StepPreparer:
         self.lifetime = PlanLifetime()
         self._planner = planner
         self._fits = fits
+        self._graph_problem = graph_problem
         self._model_problem = model_problem
         self._raise_faults = raise_faults
         self._decisions: dict[tuple, Decision] = {}
@@ -77,7 +80,7 @@ class StepPreparer:
         self, reqs: Sequence, tree_cache, seq_lens: np.ndarray, req_to_token: torch.Tensor
     ) -> Step:
         """The step about to run: reqs in batch order, seq_lens int [B] with its token included."""
-        decision = self._decide(tree_cache)
+        decision = self._decide(tree_cache, len(reqs))
         plan = None
         if decision.variant == PREFIX:
             try:
@@ -97,18 +100,20 @@ class StepPreparer:
         """No step from now on can run prefix kernels."""
         self._model_problem = reason
 
-    def _decide(self, tree_cache) -> Decision:
+    def _decide(self, tree_cache, batch_size: int) -> Decision:
+        graph = self._graph_problem(batch_size)
         # All that a healthy step's decision depends on: decided once, not once a step.
-        facts = (type(tree_cache), self.settings.policy, self._model_problem)
+        facts = (type(tree_cache), self.settings.policy, self._model_problem, graph)
         if facts not in self._decisions:
-            self._decisions[facts] = decide(self._facts(tree_cache))
+            self._decisions[facts] = decide(self._facts(tree_cache, graph=graph))
         return self._decisions[facts]
 
-    def _facts(self, tree_cache, fault: str | None = None) -> BatchFacts:
+    def _facts(self, tree_cache, graph: str | None = None, fault: str | None = None) -> BatchFacts:
         return BatchFacts(
             policy=self.settings.policy,
             model=self._model_problem,
             tree=unsupported_tree(tree_cache),
+            graph=graph,
             fault=fault,
         )
 

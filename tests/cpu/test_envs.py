@@ -24,13 +24,14 @@ def test_values_are_parsed():
             "SGL_PREFIX_ATTN_STRATEGY": "pat",
             "SGL_PREFIX_ATTN_POLICY": "stock",
             "SGL_PREFIX_ATTN_HEADROOM": "128",
+            "SGL_PREFIX_ATTN_MAX_VARIANT_BS": "0",
             "SGL_PREFIX_ATTN_CHECK": "1",
             "SGL_PREFIX_ATTN_CHECK_EVERY": " 4 ",
             "SGL_PREFIX_ATTN_CPU_PLATFORM": "1",
             "PATH": "/bin",
         }
     )
-    assert settings == Settings("pat", "stock", 128, True, 4, True)
+    assert settings == Settings("pat", "stock", 128, 0, True, 4, True)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,7 @@ def test_values_are_parsed():
         ("POLICY", "Prefix", "auto | prefix | stock"),
         ("HEADROOM", "0", "integer >= 1"),
         ("HEADROOM", "many", "integer >= 1"),
+        ("MAX_VARIANT_BS", "-1", "integer >= 0"),
         ("CHECK", "yes", "0 | 1"),
         ("CHECK_EVERY", "-1", "integer >= 1"),
         ("CPU_PLATFORM", "true", "0 | 1"),

@@ -58,7 +58,11 @@ def test_every_unsupported_property_has_its_reason(change, reason):
         (BatchFacts(tree="tree:HiRadixCache"), Decision("stock", "tree:HiRadixCache")),
         (BatchFacts(model="kv_dtype:x", tree="tree:y"), Decision("stock", "kv_dtype:x")),
         (BatchFacts(fault="planner_error"), Decision("stock", "planner_error")),
+        (BatchFacts(graph="graph_batch_size"), Decision("stock", "graph_batch_size")),
+        (BatchFacts(graph="graph_x", tree="tree:y"), Decision("stock", "tree:y")),
+        (BatchFacts(graph="graph_x", policy="stock"), Decision("stock", "forced")),
         # Forcing prefix does not force what cannot work.
+        (BatchFacts(policy="prefix", graph="graph_x"), Decision("stock", "graph_x")),
         (BatchFacts(policy="prefix", tree="tree:y"), Decision("stock", "tree:y")),
         (BatchFacts(policy="prefix", fault="planner_error"), Decision("stock", "planner_error")),
     ],

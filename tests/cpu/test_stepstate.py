@@ -87,6 +87,15 @@ def test_a_forced_policy_and_an_unsupported_tree_or_model_are_stock_steps(world)
     assert not other.counters.plans
 
 
+def test_the_graphs_decide_by_the_size_of_the_batch(world):
+    steps = preparer(graph_problem=lambda size: "graph_batch_size" if size > 3 else None)
+    assert run(steps, world, 1).decision == Decision("stock", "graph_batch_size")
+    gone = world.reqs.pop()
+    assert run(steps, world, 2).decision == DEFAULT
+    world.reqs.append(gone)
+    assert run(steps, world, 3).decision == Decision("stock", "graph_batch_size")
+
+
 class Failing:
     """A planner whose n-th call raises."""
 

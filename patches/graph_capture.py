@@ -1,0 +1,47 @@
+"""Captures each decode batch size twice: SGLang's own stock graph, then one with prefix kernels."""
+
+from __future__ import annotations
+
+from sgl_prefix_attn.patches.batch_requests import find_backend
+
+TARGET = (
+    "sglang.srt.model_executor.runner.decode_cuda_graph_runner."
+    "DecodeCudaGraphRunner.capture_one_shape"
+)
+WHY = "a stock step must cost what it costs without the plugin, so both variants need a graph"
+SGLANG = ("0.5.17",)
+
+
+def hook(original, runner, size, forward, stream_idx=None, variant_label=None):
+    """Around capture_one_shape: unchanged, then again with the backend on prefix kernels.
+
+    Stock comes first: its metadata of this size is then in place if a layer leaves the prefix
+    kernels during their capture.
+    """
+    original(runner, size, forward, stream_idx, variant_label)
+    backend = find_graph_backend(runner)
+    if backend is None:
+        return
+    backend.variants.capture(
+        size,
+        runner.capture_bs,
+        lambda: original(runner, size, forward, stream_idx, variant_label),
+        runner.device_module,
+    )
+    # SGLang captures from the largest size down, "lora" before "nolora".
+    if size == min(runner.capture_bs) and variant_label != "lora":
+        backend.variants.log_cost()
+
+
+def find_graph_backend(runner):
+    """The PrefixAttnBackend whose prefix kernels this runner's decode graphs can hold, or None."""
+    if not runner.capture_forward_mode.is_decode() or runner.enable_pdmux:
+        return None
+    backend = find_backend(runner.model_runner)
+    return backend if backend is not None and backend.can_run_prefix else None
+
+
+def register() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(TARGET, hook, HookType.AROUND)

@@ -1,0 +1,27 @@
+"""Keys the two decode graphs of a batch size apart, at capture and at replay."""
+
+from __future__ import annotations
+
+from sgl_prefix_attn.patches.graph_capture import find_graph_backend
+from sgl_prefix_attn.variants import prefix_label
+
+TARGET = (
+    "sglang.srt.model_executor.runner.decode_cuda_graph_runner."
+    "DecodeCudaGraphRunner._make_graph_key"
+)
+WHY = "SGLang's key of a decode graph has no place for the kernels that attention runs"
+SGLANG = ("0.5.17",)
+
+
+def hook(original, runner, size, stream_idx=None, variant_label=None):
+    """Around _make_graph_key: SGLang's own key, labelled when this graph holds prefix kernels."""
+    backend = find_graph_backend(runner)
+    if backend is not None and backend.graph_is_prefix:
+        variant_label = prefix_label(variant_label)
+    return original(runner, size, stream_idx, variant_label)
+
+
+def register() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(TARGET, hook, HookType.AROUND)

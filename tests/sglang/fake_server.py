@@ -1,0 +1,146 @@
+"""PrefixAttnBackend over a fake runner and a fake stock backend, driven as SGLang drives it."""
+
+from types import SimpleNamespace
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sgl_prefix_attn import backend as backend_module
+from sgl_prefix_attn.backend import PrefixAttnBackend
+from sgl_prefix_attn.envs import Settings
+from tests.cpu.fake_sglang import World
+
+HQ, HKV, D = 4, 2, 8
+
+
+class Stock(AttentionBackend):
+    """Stock attention that answers 7; calls are the methods called, trace the kernels run."""
+
+    def __init__(self, trace):
+        self.calls, self.trace = [], trace
+
+    def init_forward_metadata(self, forward_batch):
+        self.calls.append("metadata")
+
+    def init_forward_metadata_out_graph(self, forward_batch, in_capture=False):
+        self.calls.append("out_graph:capture" if in_capture else "out_graph")
+
+    def init_forward_metadata_in_graph(self, forward_batch):
+        self.calls.append("in_graph")
+
+    def init_cuda_graph_state(self, max_bs, max_num_tokens):
+        self.calls.append("graph_state")
+
+    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
+        self.calls.append("decode")
+        self.trace.append("stock")
+        return torch.full_like(q, 7.0)
+
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
+        self.calls.append("extend")
+        return q
+
+
+class Pool:
+    kv_cache_layout = "nhd"
+
+    def __init__(self, slots):
+        generator = torch.Generator().manual_seed(0)
+        self.k = torch.randn(slots, HKV, D, generator=generator)
+        self.v = torch.randn(slots, HKV, D, generator=generator)
+
+    def set_kv_buffer(self, layer, loc, k, v):
+        self.k[loc.loc], self.v[loc.loc] = k, v
+
+    def get_key_buffer(self, layer_id):
+        return self.k
+
+    def get_value_buffer(self, layer_id):
+        return self.v
+
+
+Pool.__name__ = "MHATokenToKVPool"
+
+
+class Server:
+    """A backend over a fake runner, and the steps that SGLang would drive it through."""
+
+    def __init__(self, monkeypatch, settings=Settings(headroom=8), tp_size=1):  # noqa: B008
+        from sglang.srt.layers.radix_attention import RadixAttention
+
+        self.world = World()
+        for i in range(3):
+            self.world.add([0] * 40 + [1 + i], tail=30)
+        self.layer = RadixAttention(HQ, D, D**-0.5, HKV, layer_id=0)
+        self.trace: list[str] = []  # kernels of each layer, as they run
+        self.stock = Stock(self.trace)
+        runner = SimpleNamespace(
+            device="cpu",
+            dtype=torch.float32,
+            kv_cache_dtype=torch.float32,
+            is_draft_worker=False,
+            max_total_num_tokens=4096,
+            model=torch.nn.Sequential(self.layer),
+            req_to_token_pool=SimpleNamespace(size=16, req_to_token=self.world.req_to_token),
+            token_to_kv_pool=Pool(4096),
+            ps=SimpleNamespace(tp_rank=0, tp_size=tp_size),
+            server_args=SimpleNamespace(
+                enable_metrics=False,
+                dcp_size=1,
+                enable_dp_attention=False,
+                enable_two_batch_overlap=False,
+                enable_pdmux=False,
+            ),
+        )
+        monkeypatch.setattr(backend_module, "verify_applied", lambda: None)
+        monkeypatch.setattr(backend_module, "create_stock", lambda runner: self.stock)
+        self.backend = PrefixAttnBackend(runner, settings)
+        self._trace_prefix_kernels(self.backend._executor)
+        runner.attn_backend = self.backend
+        self.runner = runner
+
+    def _trace_prefix_kernels(self, executor):
+        run = executor.run
+
+        def traced(*args, **options):
+            self.trace.append("prefix")
+            run(*args, **options)
+
+        executor.run = traced
+
+    def batch(self, grown, mode=ForwardMode.DECODE):
+        lens = torch.from_numpy(self.world.seq_lens(grown))
+        rows = torch.arange(len(self.world.reqs))
+        return SimpleNamespace(
+            forward_mode=mode,
+            seq_lens=lens,
+            seq_lens_cpu=lens,
+            req_pool_indices=rows,
+            out_cache_loc=self.world.req_to_token[rows, lens - 1].long(),
+        )
+
+    def observe(self, batch, cache=None):
+        self.backend.observe(
+            batch,
+            SimpleNamespace(reqs=self.world.reqs, tree_cache=cache or self.world.cache),
+        )
+
+    def attend(self, batch, **options):
+        rows = len(batch.seq_lens)
+        generator = torch.Generator().manual_seed(int(batch.seq_lens[0]))
+        q = torch.randn(rows, HQ * D, generator=generator)
+        k = torch.randn(rows, HKV, D, generator=generator)
+        v = torch.randn(rows, HKV, D, generator=generator)
+        out = self.backend.forward_decode(q, k, v, self.layer, batch, **options)
+        return q, out
+
+    def expected(self, q, batch):
+        from sgl_prefix_attn.reference import full_attention
+
+        pool = self.runner.token_to_kv_pool
+        out, _ = full_attention(
+            q.view(-1, HQ, D), pool.k, pool.v, self.world.req_to_token,
+            batch.req_pool_indices, batch.seq_lens, sm_scale=D**-0.5,
+        )  # fmt: skip
+        return out.reshape(len(q), -1).float()

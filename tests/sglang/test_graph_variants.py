@@ -1,0 +1,326 @@
+"""Decode graphs in two variants, on SGLang's own runner methods with the plugin's hooks applied."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.runner.shape_key import ShapeKey
+
+from sgl_prefix_attn.envs import Settings
+from sgl_prefix_attn.records import Decision
+from tests.cpu.fake_sglang import HiRadixCache
+from tests.sglang.fake_graph_runner import MIB, GraphRunner
+from tests.sglang.fake_server import HQ, Server
+
+STOCK_STEP = ["out_graph", "in_graph", "decode"]  # what FlashInfer sees of a replay on the fake
+OTHER_TREE = HiRadixCache()  # makes a step stock
+LIMIT = "SGL_PREFIX_ATTN_MAX_VARIANT_BS"
+
+
+@pytest.fixture
+def server(monkeypatch):
+    return Server(monkeypatch)
+
+
+def captured(server, **options):
+    runner = GraphRunner(server, **options)
+    runner.capture()
+    return runner
+
+
+def labels(runner):
+    return [(key.size, key.variant_label) for key in runner.backend.graphs]
+
+
+def step(runner, grown, cache=None, observe=True, **fields):
+    """One step of all requests: the batch, q, output, whether a graph replayed, stock's calls."""
+    batch = runner.live(grown)
+    vars(batch).update(fields)
+    before = len(runner.server.stock.calls)
+    if observe:
+        runner.server.observe(batch, cache)
+    q, out, replayed = runner.step(batch)
+    return batch, q, out, replayed, runner.server.stock.calls[before:]
+
+
+def assert_prefix(runner, grown, graph=True, **fields):
+    batch, q, out, replayed, calls = step(runner, grown, **fields)
+    torch.testing.assert_close(out, runner.server.expected(q, batch), rtol=1e-5, atol=1e-5)
+    assert replayed is graph and not calls
+
+
+def assert_stock(runner, grown, **options):
+    _, _, out, replayed, calls = step(runner, grown, **options)
+    assert (out == 7.0).all() and replayed and calls == STOCK_STEP
+
+
+def decisions(server):
+    return {(d.variant, d.reason) for d in server.backend.counters.steps}
+
+
+# --- capture -------------------------------------------------------------------------------------
+
+
+def test_every_size_is_captured_as_stock_and_then_as_prefix(server):
+    runner = captured(server)
+    assert labels(runner) == [(n, label) for n in (4, 2, 1) for label in (None, "prefix")]
+    for key, (_, trace) in runner.backend.graphs.items():
+        assert trace == [key.variant_label or "stock"]
+    stock_capture = ["out_graph:capture"] + ["in_graph", "decode"] * 3
+    assert server.stock.calls == ["graph_state"] + stock_capture * 3, "none from prefix captures"
+
+
+def test_captures_touch_no_kv_but_the_padding_slot(server):
+    before = server.runner.token_to_kv_pool.k[1:].clone()
+    captured(server)
+    assert server.runner.token_to_kv_pool.k[1:].equal(before)
+
+
+def test_labels_compose_with_those_of_lora(server):
+    runner = GraphRunner(server, sizes=(4,))
+    runner.record_nolora_graph = True
+    runner.capture()
+    assert [label for _, label in labels(runner)] == [
+        "lora", "lora+prefix", "nolora", "nolora+prefix"
+    ]  # fmt: skip
+    for lora_ids, label in ((["a", None, None], "lora"), ([None] * 3, "nolora"), (None, "nolora")):
+        assert_prefix(runner, 1, lora_ids=lora_ids)
+        assert runner._replay_graph_key == ShapeKey(4, None, f"{label}+prefix")
+        assert_stock(runner, 1, cache=OTHER_TREE, lora_ids=lora_ids)
+        assert runner._replay_graph_key == ShapeKey(4, None, label)
+
+
+def test_a_capture_makes_the_next_step_plan(server):
+    assert_prefix(captured(server), 1)
+    assert_prefix(captured(server), 2)
+    assert server.backend.counters.plans == {"first": 1, "capture": 1}
+
+
+def test_one_line_says_what_the_second_set_costs(server, caplog):
+    runner = GraphRunner(server)
+    runner.backend.cost["prefix"] = 5 * MIB
+    with caplog.at_level(logging.INFO, logger="sgl_prefix_attn"):
+        runner.capture()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "3 graphs" in line and " 15 MiB" in line and LIMIT in line
+
+
+def test_the_line_comes_after_the_last_label(server, caplog):
+    runner = GraphRunner(server)
+    runner.record_nolora_graph = True
+    with caplog.at_level(logging.INFO, logger="sgl_prefix_attn"):
+        runner.capture()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "6 graphs" in line
+
+
+# --- replay --------------------------------------------------------------------------------------
+
+
+def test_stock_and_prefix_steps_of_one_size_alternate(server):
+    runner = captured(server)
+    for grown in range(1, 8):
+        runner.keys.clear()
+        if grown % 3 == 2:
+            assert_stock(runner, grown, cache=OTHER_TREE)
+            label = None
+        else:
+            assert_prefix(runner, grown)
+            label = "prefix"
+        # can_run_graph asks for the batch's own size, load_batch for the padded one.
+        assert runner.keys == [ShapeKey(3, None, label), ShapeKey(4, None, label)]
+    assert server.backend.counters.plans == {"first": 1, "lengths": 2}
+
+
+def test_behind_hybrid_attn_backend_the_same(server):
+    server.runner.server_args.speculative_attention_mode = "prefill"
+    server.runner.server_args.speculative_algorithm = None
+    server.runner.model_config = SimpleNamespace(context_len=512)
+    server.runner.attn_backend = HybridAttnBackend(server.runner, server.stock, server.backend)
+    runner = captured(server)
+    assert len(labels(runner)) == 6
+    assert_prefix(runner, 1)
+    assert_stock(runner, 2, cache=OTHER_TREE)
+    assert_prefix(runner, 3)
+
+
+def test_a_step_that_was_not_observed_replays_the_stock_graph(server):
+    runner = captured(server)
+    assert_prefix(runner, 1)
+    assert_stock(runner, 2, observe=False)
+
+
+def test_an_idle_batch_does_not_see_the_step_before(server):
+    runner = captured(server)
+    assert_prefix(runner, 1)
+    idle = runner.live(2, ForwardMode.IDLE)
+    server.observe(idle)
+    runner.keys.clear()
+    runner.step(idle)
+    assert [key.variant_label for key in runner.keys] == [None, None]
+
+
+def test_a_cross_checked_step_runs_eagerly(monkeypatch):
+    server = Server(monkeypatch, Settings(headroom=8, check=True, check_every=2))
+    runner = captured(server)
+    assert_prefix(runner, 1)
+    *_, replayed, calls = step(runner, 2)
+    assert not replayed and calls == ["metadata", "decode"], "both backends"
+    assert_prefix(runner, 3)
+
+
+# --- what stays as SGLang made it ----------------------------------------------------------------
+
+
+def draft(runner):
+    runner.model_runner.is_draft_worker = True
+
+
+def verify(runner):
+    runner.capture_forward_mode = ForwardMode.TARGET_VERIFY
+
+
+def pdmux(runner):
+    runner.enable_pdmux = True
+
+
+def other_backend(runner):
+    runner.attn_backend = runner.model_runner.attn_backend = runner.server.stock
+
+
+def unsupported_model(runner):
+    runner.server.backend._only_stock("kv_dtype:float8_e4m3fn")
+
+
+@pytest.mark.parametrize("change", [draft, verify, pdmux, other_backend, unsupported_model])
+def test_other_runners_keep_their_graphs_and_keys(server, change):
+    runner = GraphRunner(server)
+    server.backend._active = server.backend._padding  # whatever the backend is up to
+    change(runner)
+    assert runner._make_graph_key(3, 1, "x") == ShapeKey(3, 1, "x")
+    runner.capture()
+    assert labels(runner) == [(4, None), (2, None), (1, None)]
+    assert all(trace == ["stock"] for _, trace in runner.backend.graphs.values())
+
+
+# --- fewer prefix graphs -------------------------------------------------------------------------
+
+
+def test_above_the_limit_there_is_only_stock(monkeypatch):
+    server = Server(monkeypatch, Settings(headroom=8, max_variant_bs=2))
+    runner = captured(server)
+    assert labels(runner) == [(4, None), (2, None), (2, "prefix"), (1, None), (1, "prefix")]
+    assert_stock(runner, 1)  # three requests, padded to four
+    assert decisions(server) == {("stock", "graph_batch_size")}
+    server.world.reqs.pop()
+    assert_prefix(runner, 2)
+
+
+def test_above_the_largest_graph_a_step_is_eager_and_decided_as_any_other(monkeypatch):
+    server = Server(monkeypatch, Settings(headroom=8, max_variant_bs=1))
+    runner = captured(server, sizes=(1, 2))
+    assert_prefix(runner, 1, graph=False)
+    server.world.reqs.pop()
+    assert_stock(runner, 2)
+
+
+def test_no_prefix_graphs_where_stock_is_forced(monkeypatch, caplog):
+    server = Server(monkeypatch, Settings(policy="stock"))
+    with caplog.at_level(logging.INFO, logger="sgl_prefix_attn"):
+        runner = captured(server)
+    assert len(labels(runner)) == 3 and not caplog.records
+    assert_stock(runner, 1)
+    assert decisions(server) == {("stock", "forced")}
+
+
+def test_a_layer_option_during_capture_is_stock_for_good(server, caplog):
+    runner = GraphRunner(server)
+    runner.options = {"sinks": torch.zeros(HQ)}
+    with caplog.at_level(logging.WARNING, logger="sgl_prefix_attn"):
+        runner.capture()
+    assert labels(runner) == [(4, None), (4, "prefix"), (2, None), (1, None)]
+    assert server.stock.calls.count("out_graph:capture") == 3
+    assert "metadata" not in server.stock.calls, "the stock graph's own is in place"
+    assert [r.getMessage() for r in caplog.records if "layer_option:sinks" in r.getMessage()] == [
+        "--attention-backend prefix: all steps run stock attention (layer_option:sinks)"
+    ]
+    assert_stock(runner, 1)
+    assert decisions(server) == {("stock", "layer_option:sinks")}
+
+
+# --- a prefix capture that fails -----------------------------------------------------------------
+
+PREFIX_2 = ShapeKey(2, None, "prefix")
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), ValueError("cannot compile")]
+)
+def test_a_failed_capture_leaves_the_larger_graphs(server, caplog, error):
+    runner = GraphRunner(server)
+    runner.backend.failing[PREFIX_2] = error
+    with caplog.at_level(logging.WARNING, logger="sgl_prefix_attn"):
+        runner.capture()
+    assert labels(runner) == [(4, None), (4, "prefix"), (2, None), (1, None)]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert str(error) in line and "graph_capture_failed" in line and LIMIT in line
+    assert_prefix(runner, 1)
+    server.world.reqs.pop()
+    assert_stock(runner, 2)
+    assert server.backend.counters.steps[Decision("stock", "graph_capture_failed")] == 1
+
+
+def test_a_size_whose_second_label_failed_has_no_prefix_graph(server):
+    runner = GraphRunner(server)
+    runner.record_nolora_graph = True
+    runner.backend.failing[ShapeKey(4, None, "nolora+prefix")] = ValueError("cannot compile")
+    runner.capture()
+    assert_stock(runner, 1, lora_ids=["a"] * 3)
+
+
+def test_a_second_capture_does_not_trust_the_first(server):
+    captured(server)
+    runner = GraphRunner(server)
+    runner.backend.failing[ShapeKey(4, None, "prefix")] = ValueError("cannot compile")
+    runner.capture()
+    server.world.reqs[:] = server.world.reqs[:1]
+    assert_stock(runner, 1)
+
+
+def broken_context(server, runner):
+    runner.device_module.broken = True
+    return RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+
+def capture_not_ended(server, runner):
+    return torch.AcceleratorError("operation failed due to a previous error during capture")
+
+
+def tensor_parallel(server, runner):
+    server.backend.variants.raise_failures = True
+    return torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("failure", [broken_context, capture_not_ended, tensor_parallel])
+def test_where_going_on_is_not_safe_the_start_fails_and_says_what_to_set(server, failure):
+    runner = GraphRunner(server)
+    runner.backend.failing[PREFIX_2] = error = failure(server, runner)
+    with pytest.raises(RuntimeError, match=f"batch size 2 failed.*{LIMIT} below 2") as raised:
+        runner.capture()
+    assert raised.value.__cause__ is error
+
+
+def test_a_stock_capture_that_fails_is_sglangs_own_error(server):
+    runner = GraphRunner(server)
+    runner.backend.failing[ShapeKey(2)] = error = torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        runner.capture()
+    assert raised.value is error
+
+
+def test_tensor_parallel_ranks_raise(monkeypatch):
+    assert not Server(monkeypatch).backend.variants.raise_failures
+    assert Server(monkeypatch, tp_size=2).backend.variants.raise_failures
