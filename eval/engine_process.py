@@ -12,12 +12,16 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from eval.engine_worker import MARK
 from eval.provenance import ROOT
 
 _LOG_TAIL_LINES = 25
+_EVAL_PLUGIN = "eval_plugin"
+# The product's entry points in pyproject.toml.
+_PRODUCT, _PRODUCT_PLATFORM = "prefix_attn", "prefix_attn_cpu"
 
 
 class EngineError(RuntimeError):
@@ -25,10 +29,13 @@ class EngineError(RuntimeError):
 
 
 class EngineProcess:
-    """Context manager. `start_s` is how long the engine took to be ready.
+    """Context manager. start_s: how long the engine took to be ready; pool_tokens: KV slots that
+    it has; plugins: names of the SGLang plugins that it loaded, which are those asked for.
 
     arguments  of sglang.Engine
     plugin     dotted name of a module with a register() that SGLang calls in every process
+    product    False: SGLang as it is without this project's plugin; on a CPU, where the engine
+               runs on the platform that the plugin brings, it is loaded all the same
     """
 
     def __init__(
@@ -37,25 +44,21 @@ class EngineProcess:
         folder: Path,
         *,
         plugin: str | None = None,
+        product: bool = True,
         env: dict[str, str] | None = None,
     ):
         folder.mkdir(parents=True)
-        site = folder / "site"
-        site.mkdir()
-        # A link to eval alone: the checkout itself on the path would hide other packages.
-        (site / "eval").symlink_to(ROOT / "eval", target_is_directory=True)
-        if plugin is not None:
-            _write_entry_point(site, plugin)
+        site = make_site(folder / "site", plugin)
         config = folder / "engine.json"
         config.write_text(json.dumps(arguments))
         self._log_path = folder / "log"
-        path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))
-        platform = {"SGL_PREFIX_ATTN_CPU_PLATFORM": "1"} if arguments.get("device") == "cpu" else {}
+        on_cpu = arguments.get("device") == "cpu"
+        self._wanted = plugin_names(product=product or on_cpu, evaluation=plugin is not None)
         with self._log_path.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "eval.engine_worker", str(config)],
                 cwd=folder,
-                env={**os.environ, **platform, **(env or {}), "PYTHONPATH": path},
+                env=environment(os.environ | (env or {}), site, self._wanted, on_cpu=on_cpu),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -65,10 +68,18 @@ class EngineProcess:
 
     def __enter__(self) -> EngineProcess:
         try:
-            self.start_s = self._read()["start_s"]
+            started = self._read()
+            if started["plugins"] != self._wanted:
+                raise EngineError(
+                    f"the engine loaded the plugins {started['plugins']}, not {self._wanted}:\n"
+                    + self.log_tail()
+                )
         except BaseException:
             self.close()
             raise
+        self.start_s: float = started["start_s"]
+        self.pool_tokens: int = started["pool_tokens"]
+        self.plugins: list[str] = started["plugins"]
         return self
 
     def __exit__(self, *_) -> None:
@@ -124,10 +135,41 @@ def uses_prefix(backend: str) -> bool:
     return backend.rpartition("/")[2] == "prefix"
 
 
-def _write_entry_point(site: Path, plugin: str) -> None:
+def names_prefix(backend: str) -> bool:
+    """Whether SGLang needs the product's plugin to know the backend."""
+    return "prefix" in backend.split("/")
+
+
+def plugin_names(*, product: bool, evaluation: bool) -> list[str]:
+    """Entry points of SGLang plugins that an engine loads, sorted."""
+    return [_EVAL_PLUGIN] * evaluation + [_PRODUCT] * product
+
+
+def environment(
+    base: Mapping[str, str], site: Path, plugins: list[str], *, on_cpu: bool
+) -> dict[str, str]:
+    """`base` with `site` first on the path and SGLANG_PLUGINS naming all that SGLang may load."""
+    # The list filters platforms too. Were it empty, SGLang would load everything installed.
+    names = [*plugins, _PRODUCT_PLATFORM] if on_cpu else plugins or [_EVAL_PLUGIN]
+    return {
+        **base,
+        **({"SGL_PREFIX_ATTN_CPU_PLATFORM": "1"} if on_cpu else {}),
+        "SGLANG_PLUGINS": ",".join(names),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(site), base.get("PYTHONPATH", "")])),
+    }
+
+
+def make_site(site: Path, plugin: str | None) -> Path:
+    """A folder for the engine's path: eval, and the entry point of the evaluation's plugin."""
+    site.mkdir()
+    # A link to eval alone: the checkout itself on the path would hide other packages.
+    (site / "eval").symlink_to(ROOT / "eval", target_is_directory=True)
+    if plugin is None:
+        return site
     info = site / "eval_plugin-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: eval-plugin\nVersion: 0\n")
     (info / "entry_points.txt").write_text(
-        f"[sglang.srt.plugins]\neval_plugin = {plugin}:register\n"
+        f"[sglang.srt.plugins]\n{_EVAL_PLUGIN} = {plugin}:register\n"
     )
+    return site

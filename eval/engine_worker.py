@@ -11,9 +11,12 @@ import asyncio
 import json
 import sys
 import time
+from importlib.metadata import entry_points
 from pathlib import Path
 
 MARK = "@@eval@@"
+_LEAD_S = 0.2  # from the order to the first arrival: every request waits for its time by then
+_IDLE_S = 60.0  # a flush waits so long for the scheduler to notice that nothing runs
 
 
 def main(path: str) -> None:
@@ -21,7 +24,13 @@ def main(path: str) -> None:
 
     start = time.perf_counter()
     engine = sglang.Engine(**json.loads(Path(path).read_text()))
-    _answer({"start_s": round(time.perf_counter() - start, 1)})
+    _answer(
+        {
+            "start_s": round(time.perf_counter() - start, 1),
+            "pool_tokens": engine.get_server_info()["max_total_num_tokens"],
+            "plugins": loaded_plugins(),
+        }
+    )
     for line in sys.stdin:
         command = json.loads(line)
         try:
@@ -29,6 +38,12 @@ def main(path: str) -> None:
         except Exception as error:  # the parent decides what a failed request means
             _answer({"error": f"{type(error).__name__}: {error}"})
     engine.shutdown()
+
+
+def loaded_plugins() -> list[str]:
+    """Names of the SGLang plugins whose module this process imported."""
+    points = entry_points(group="sglang.srt.plugins")
+    return sorted({point.name for point in points if point.module in sys.modules})
 
 
 def _time_batch(engine, ids: list[list[int]], new_tokens: int) -> dict:
@@ -60,21 +75,9 @@ async def _all(engine, requests: list[dict]) -> list[dict]:
 
 
 async def _one(engine, index: int, request: dict, events: dict) -> dict:
-    from sglang.srt.managers.io_struct import GenerateReqInput
-
     if request.get("after"):
         await events[tuple(request["after"])].wait()
-    sent = GenerateReqInput(
-        input_ids=request["ids"],
-        sampling_params={
-            "max_new_tokens": request["new_tokens"],
-            "ignore_eos": True,
-            "temperature": 0,
-        },
-        return_logprob=True,
-        top_logprobs_num=2,
-        stream=True,
-    )
+    sent = _greedy(request, return_logprob=True, top_logprobs_num=2)
     chunk = {}
     async for chunk in engine.tokenizer_manager.generate_request(sent, None):
         for (other, count), event in events.items():
@@ -87,7 +90,57 @@ async def _one(engine, index: int, request: dict, events: dict) -> dict:
     }
 
 
-_OPS = {"time_batch": _time_batch, "outputs": _outputs}
+def _replay(engine, path: str) -> dict:
+    """Times of the requests of a JSON file, each sent at its own time, from an empty cache.
+
+    A request has at, ids and new_tokens; its answer sent, first and last (token; None without
+    one), tokens, cached (prompt tokens found in the radix cache), and error or None. All times in
+    seconds from the start of the replay.
+    """
+    requests = json.loads(Path(path).read_text())
+    return {"requests": engine.loop.run_until_complete(_all_timed(engine, requests))}
+
+
+async def _all_timed(engine, requests: list[dict]) -> list[dict]:
+    flushed = await engine.tokenizer_manager.flush_cache(timeout_s=_IDLE_S)
+    if not flushed.success:
+        raise RuntimeError(f"the radix cache was not flushed: {flushed.message}")
+    start = time.perf_counter() + _LEAD_S
+    return await asyncio.gather(*(_timed(engine, request, start) for request in requests))
+
+
+async def _timed(engine, request: dict, start: float) -> dict:
+    sent = _greedy(request)
+    await asyncio.sleep(start + request["at"] - time.perf_counter())
+    times = {"sent": time.perf_counter() - start, "first": None, "last": None}
+    tokens, cached, error = 0, 0, None
+    try:
+        async for chunk in engine.tokenizer_manager.generate_request(sent, None):
+            times["last"] = time.perf_counter() - start
+            times["first"] = times["first"] or times["last"]
+            tokens, cached = len(chunk["output_ids"]), chunk["meta_info"]["cached_tokens"]
+    except ValueError as refused:  # one request that the engine does not take; others go on
+        error = str(refused)
+    return times | {"tokens": tokens, "cached": cached, "error": error}
+
+
+def _greedy(request: dict, **options):
+    """A streamed request for exactly new_tokens tokens."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    return GenerateReqInput(
+        input_ids=request["ids"],
+        sampling_params={
+            "max_new_tokens": request["new_tokens"],
+            "ignore_eos": True,
+            "temperature": 0,
+        },
+        stream=True,
+        **options,
+    )
+
+
+_OPS = {"time_batch": _time_batch, "outputs": _outputs, "replay": _replay}
 
 
 def _answer(value: dict) -> None:

@@ -1,6 +1,6 @@
 """python -m eval.report RESULT.json... [--readme README.md] [--check]: tables from result files.
 
-Prints Markdown for kernel and engine results. With --readme it replaces what stands between
+Prints Markdown for kernel, engine and trace results. With --readme it replaces what stands between
 `<!-- bench:begin -->` and `<!-- bench:end -->`; with --check it changes nothing and exits with 1
 when the README says anything else than the files.
 """
@@ -14,13 +14,14 @@ from pathlib import Path
 
 from eval import provenance
 from eval.bench_kernel import summary
+from eval.bench_trace import summary as trace_summary
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 
 def markdown(results: list[tuple[str, dict]]) -> str:
     """(file name, result) pairs as Markdown, one section a file. Raises ValueError for a result
-    that is neither of kernels nor of engines."""
+    of anything else than kernels, engines and traces."""
     return "\n\n".join(_section(name, result) for name, result in results) + "\n"
 
 
@@ -36,10 +37,12 @@ def _section(name: str, result: dict) -> str:
     first = result["rows"][0]
     if "floor_us" in first:
         body = [_kernel_tables(result["rows"])]
+    elif "ttft_ms" in first:
+        body = [_trace_table(result["rows"], result["meta"])]
     elif "tpot_ms" in first:
         body = [_engine_table(result["rows"])]
     else:
-        raise ValueError(f"{name}: its rows are neither kernel times nor engine times")
+        raise ValueError(f"{name}: its rows are no times of kernels, engines or a trace's requests")
     return "\n\n".join([*body, _source(name, result["meta"])])
 
 
@@ -128,9 +131,11 @@ def _notes(trees: dict[str, dict[str, dict]]) -> list[str]:
                 notes.setdefault(name, set()).add("timed without a CUDA graph")
             if row["run_page_size"]:
                 notes.setdefault(name, set()).add(f"run at page size {row['run_page_size']}")
-    return [
-        "\n".join(f"- {name}: {'; '.join(sorted(what))}" for name, what in notes.items())
-    ] if notes else []
+    return (
+        ["\n".join(f"- {name}: {'; '.join(sorted(what))}" for name, what in notes.items())]
+        if notes
+        else []
+    )
 
 
 def _engine_table(rows: list[dict]) -> str:
@@ -161,6 +166,33 @@ def _engine_cell(row: dict | None) -> str:
         return "-" if row is None else row["status"].partition(":")[0]
     ratio = "" if row["ratio"] is None else f" ({row['ratio']:.3f})"
     return f"{row['tpot_ms']:.2f} ms{ratio}"
+
+
+def _trace_table(rows: list[dict], meta: dict) -> str:
+    """TTFT and TPOT of each rate and backend against the first backend's."""
+    entries = trace_summary.summarise(rows)
+    stock = entries[0]["backend"]
+    columns = ("TTFT median", "TTFT p99", "TPOT median", "TPOT p99")
+    lines = [
+        _line("requests/s", "backend", *columns, "completed", "served/s", "sent late, p99"),
+        _line(*["---"] * (len(columns) + 5)),
+    ]
+    for entry in entries:
+        lines.append(
+            _line(
+                f"{entry['rate']:g}",
+                entry["backend"],
+                *(cell for m in trace_summary.METRICS for cell in trace_summary.cells(entry[m])),
+                f"{entry['completed']} of {entry['sent']}",
+                f"{entry['achieved_rate']:.2f}",
+                f"{entry['late_p99_ms']:.1f} ms",
+            )
+        )
+    return (
+        f"`{meta['trace']}`, replayed from an empty cache each time: medians over "
+        f"{entries[0]['alternations']} alternations, with their ratio to {stock}'s for medians and "
+        f"their place in the range of {stock}'s alternations for p99.\n\n"
+    ) + "\n".join(lines)
 
 
 def _line(*cells: str) -> str:

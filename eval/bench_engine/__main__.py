@@ -15,6 +15,7 @@ from pathlib import Path
 
 from eval import provenance
 from eval.bench_engine import host_times
+from eval.bench_engine.arguments import dummy_engine
 from eval.bench_engine.runner import Samples, alternate, each_tpot_ms, tpot_ms
 from eval.bench_engine.workloads import NAMED, Workload, parse_workloads
 from eval.engine_process import (
@@ -22,6 +23,7 @@ from eval.engine_process import (
     EngineProcess,
     backend_arguments,
     end_on_sigterm,
+    names_prefix,
     uses_prefix,
 )
 from eval.model_shapes import SHAPES, write_config
@@ -69,6 +71,7 @@ def _run_group(group, folder: Path, args, workloads, new_tokens, rows: list[dict
                     arguments | backend_arguments(backend),
                     home,
                     plugin=host_times.__name__ if uses_prefix(backend) else None,
+                    product=names_prefix(backend),
                     env={host_times.ENV: str(times[backend])},
                 )
             )
@@ -83,13 +86,14 @@ def _run_group(group, folder: Path, args, workloads, new_tokens, rows: list[dict
                 args.alternations,
                 lambda text: print(text, flush=True),
             )
-            base = tpot_ms(samples[args.baseline], new_tokens) if args.baseline in samples else None
+            base = samples.get(args.baseline)
             for backend in group:
                 known = backend == args.baseline and any(
                     r["backend"] == backend and r["workload"] == workload.name for r in rows
                 )
                 row = _row(backend, workload, args, samples[backend], new_tokens, base)
                 row["beside"] = next((b for b in group if b != backend), None)
+                row["plugins"] = engines[backend].plugins
                 row["host"] = host_times.read(times[backend], before[backend])
                 if not known:  # the baseline is measured again beside every other backend
                     rows.append(row)
@@ -97,9 +101,10 @@ def _run_group(group, folder: Path, args, workloads, new_tokens, rows: list[dict
 
 
 def _row(
-    backend: str, workload: Workload, args, samples: Samples, new_tokens, base: float | None
+    backend: str, workload: Workload, args, samples: Samples, new_tokens, base: Samples | None
 ) -> dict:
     tpot = tpot_ms(samples, new_tokens)
+    base_tpot = None if base is None else tpot_ms(base, new_tokens)
     return {
         "backend": backend,
         "workload": workload.name,
@@ -108,10 +113,12 @@ def _row(
         "shared": workload.shared,
         "private": workload.private,
         "status": "ok",
+        "alternations": len(samples.long),
         "tpot_ms": tpot,
-        "ratio": None if base is None else tpot / base,
-        "baseline_tpot_ms": base,
+        "ratio": None if base is None else tpot / base_tpot,
+        "baseline_tpot_ms": base_tpot,
         "each_tpot_ms": each_tpot_ms(samples, new_tokens),
+        "baseline_each_tpot_ms": None if base is None else each_tpot_ms(base, new_tokens),
         "seconds_short": samples.short,
         "seconds_long": samples.long,
     }
@@ -131,27 +138,13 @@ def _text(row: dict) -> str:
 
 
 def _engine_arguments(args, model: Path, workloads: list[Workload], longest: int) -> dict:
-    batches = sorted({w.batch for w in workloads})
-    pool = int(_POOL_MARGIN * max(w.kv_tokens(longest) for w in workloads)) + 1024
-    arguments = {
-        "model_path": str(model),
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "page_size": args.page_size,
-        "max_total_tokens": pool // 64 * 64,
-        "max_running_requests": max(batches),
-        "grammar_backend": "none",
-        "sampling_backend": "pytorch",
-        "random_seed": 1,
-        "log_level": "warning",
-    }
-    if args.device == "cpu":
-        return arguments | {"device": "cpu", "dtype": "float32", "skip_server_warmup": True}
-    return arguments | {
-        "mem_fraction_static": 0.88,
-        "cuda_graph_bs_decode": batches,
-        "disable_prefill_cuda_graph": True,
-    }
+    return dummy_engine(
+        model,
+        device=args.device,
+        page_size=args.page_size,
+        pool_tokens=int(_POOL_MARGIN * max(w.kv_tokens(longest) for w in workloads)) + 1024,
+        decode_batches=sorted({w.batch for w in workloads}),
+    )
 
 
 def _parse(argv: list[str]):

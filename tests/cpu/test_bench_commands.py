@@ -2,20 +2,31 @@
 
 import json
 import os
+import subprocess
 
 import orjson
 import pytest
 
-from eval import bench_plan, report
+from eval import bench_plan, provenance, report
 from eval.bench_engine import __main__ as bench_engine
 from eval.bench_engine import host_times, runner
 from eval.bench_engine.workloads import NAMED, parse_workloads
 from eval.bench_kernel import __main__ as bench_kernel
+from eval.bench_trace import __main__ as bench_trace
 from eval.compare_outputs import __main__ as compare_outputs
-from eval.engine_process import backend_arguments, uses_prefix
+from eval.engine_process import (
+    EngineError,
+    EngineProcess,
+    backend_arguments,
+    environment,
+    names_prefix,
+    plugin_names,
+    uses_prefix,
+)
+from eval.engine_worker import MARK
 from eval.model_shapes import write_config
 
-COMMANDS = (bench_kernel, bench_plan, bench_engine, compare_outputs, report)
+COMMANDS = (bench_kernel, bench_plan, bench_engine, bench_trace, compare_outputs, report)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda module: module.__name__)
@@ -35,6 +46,10 @@ def test_help(command, capsys):
         (compare_outputs, ["--page-size", "x"]),
         (compare_outputs, ["--fault", "nope"]),
         (bench_plan, ["--strategy", "nope"]),
+        (bench_trace, []),
+        (bench_trace, ["--trace", "nowhere.jsonl"]),
+        (bench_trace, ["--trace", "nowhere.jsonl", "--backends", "fa3,fa3"]),
+        (bench_trace, ["--trace", "nowhere.jsonl", "--alternations", "0"]),
         (report, ["x.json", "--check"]),
     ],
 )
@@ -124,6 +139,76 @@ def test_backend_names():
         "decode_attention_backend": "prefix",
     }
     assert uses_prefix("prefix") and uses_prefix("fa3/prefix") and not uses_prefix("prefix/fa3")
+
+
+def test_only_engines_of_our_backend_load_our_plugin_on_a_gpu():
+    assert names_prefix("prefix/fa3") and names_prefix("fa3/prefix") and not names_prefix("fa3")
+    both = ["eval_plugin", "prefix_attn"]
+    assert plugin_names(product=True, evaluation=True) == both
+    assert plugin_names(product=False, evaluation=True) == ["eval_plugin"]
+    assert plugin_names(product=False, evaluation=False) == []
+
+
+def test_environment_of_an_engine(tmp_path):
+    base = {"PYTHONPATH": "/a", "SGLANG_PLUGINS": "prefix_attn", "X": "1"}
+    env = environment(base, tmp_path, ["eval_plugin", "prefix_attn"], on_cpu=False)
+    assert env["SGLANG_PLUGINS"] == "eval_plugin,prefix_attn" and env["X"] == "1"
+    assert env["PYTHONPATH"] == f"{tmp_path}{os.pathsep}/a"
+    assert "SGL_PREFIX_ATTN_CPU_PLATFORM" not in env
+    # SGLang takes an empty list for no restriction.
+    assert environment(base, tmp_path, [], on_cpu=False)["SGLANG_PLUGINS"] == "eval_plugin"
+    env = environment({}, tmp_path, ["prefix_attn"], on_cpu=True)
+    assert env["SGL_PREFIX_ATTN_CPU_PLATFORM"] == "1" and env["PYTHONPATH"] == str(tmp_path)
+    assert env["SGLANG_PLUGINS"] == "prefix_attn,prefix_attn_cpu"
+
+
+def test_the_plugins_named_to_engines_are_the_project_s(tmp_path):
+    text = (provenance.ROOT / "pyproject.toml").read_text()
+    env = environment({}, tmp_path, plugin_names(product=True, evaluation=False), on_cpu=True)
+    for name in env["SGLANG_PLUGINS"].split(","):
+        assert f'\n{name} = "sgl_prefix_attn.' in text
+
+
+@pytest.mark.parametrize(
+    ("device", "product", "plugin", "names"),
+    [
+        ("cuda", True, None, "prefix_attn"),
+        ("cuda", False, "eval.bench_engine.host_times", "eval_plugin"),
+        # The CPU platform is ours: an engine of any backend runs on it.
+        ("cpu", False, None, "prefix_attn,prefix_attn_cpu"),
+    ],
+)
+def test_an_engine_is_started_in_its_environment(
+    tmp_path, monkeypatch, device, product, plugin, names
+):
+    started = []
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: started.append(kwargs))
+    EngineProcess({"device": device}, tmp_path / "e", plugin=plugin, product=product)
+    assert started[0]["env"]["SGLANG_PLUGINS"] == names
+
+
+def test_an_engine_with_other_plugins_is_refused(tmp_path, monkeypatch):
+    process = subprocess.Popen
+    answer = MARK + json.dumps({"start_s": 1.0, "pool_tokens": 64, "plugins": ["prefix_attn"]})
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda _, **kwargs: process(["echo", answer], **kwargs)
+    )
+    with pytest.raises(EngineError, match=r"\['prefix_attn'\], not \[\]"):
+        EngineProcess({}, tmp_path / "stock", product=False).__enter__()
+    with EngineProcess({}, tmp_path / "ours") as engine:
+        assert (engine.pool_tokens, engine.plugins) == (64, ["prefix_attn"])
+
+
+def test_engine_rows_have_each_alternation_of_both_backends():
+    args = bench_engine._parse([])[0]
+    samples = runner.Samples(short=[1.0, 1.0, 1.0], long=[2.0, 2.2, 2.4])
+    base = runner.Samples(short=[1.0, 1.0, 1.0], long=[3.0, 3.4, 3.8])
+    row = bench_engine._row("prefix", NAMED["one"], args, samples, (64, 164), base)
+    assert row["alternations"] == 3 and row["ratio"] == pytest.approx(0.5)
+    assert row["each_tpot_ms"] == pytest.approx([10, 12, 14])
+    assert row["baseline_each_tpot_ms"] == pytest.approx([20, 24, 28])
+    alone = bench_engine._row("prefix", NAMED["one"], args, samples, (64, 164), None)
+    assert alone["ratio"] is None and alone["baseline_each_tpot_ms"] is None
 
 
 def test_model_config_has_the_shape(tmp_path):

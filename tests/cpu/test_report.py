@@ -80,6 +80,33 @@ def test_round_trip_and_check(files, capsys):
     assert report.main(check) == 1
 
 
+def trace_row(backend, alternation, ttft, p99):
+    times = {"median": ttft, "p90": p99, "p99": p99}
+    return {
+        "backend": backend, "rate": 2.0, "alternation": alternation, "sent": 10, "completed": 9,
+        "achieved_rate": 1.5, "ttft_ms": times, "tpot_ms": dict(times), "late_ms": {"p99": 0.5},
+    }  # fmt: skip
+
+
+def test_the_table_of_a_trace(tmp_path, capsys):
+    rows = [
+        trace_row("flashinfer", 0, 100.0, 300.0),
+        trace_row("prefix", 0, 99.0, 350.0),
+        trace_row("flashinfer", 1, 102.0, 320.0),
+        trace_row("prefix", 1, 103.0, 352.0),
+    ]
+    path = tmp_path / "trace.json"
+    provenance.save(path, META | {"trace": "conversation.jsonl"}, rows)
+    assert report.main([str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "`conversation.jsonl`, replayed" in text and "over 2 alternations" in text
+    stock = "101.00 ms (1.000) | 310.0 ms (inside 300.0 to 320.0)"
+    ours = "101.00 ms (1.000) | 351.0 ms (above 300.0 to 320.0)"
+    end = "18 of 20 | 1.50 | 0.5 ms |"
+    assert f"| 2 | flashinfer | {stock} | {stock} | {end}" in text
+    assert f"| 2 | prefix | {ours} | {ours} | {end}" in text
+
+
 @pytest.mark.parametrize(
     "text", ["no markers", f"{report.END} {report.BEGIN}", f"{report.BEGIN}{report.BEGIN}"]
 )

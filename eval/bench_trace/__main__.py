@@ -1,0 +1,153 @@
+"""python -m eval.bench_trace: a recorded trace against several backends, random weights.
+
+All engines are up at the same time on one GPU, one process each, and replay the same requests at
+the same times in turn. The first backend is what the others are compared with. A report: nothing
+is asserted. Every engine starts each replay with an empty radix cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import tempfile
+from pathlib import Path
+
+from eval import provenance
+from eval.bench_engine.arguments import dummy_engine
+from eval.bench_trace import summary, trace
+from eval.bench_trace.runner import alternate, warm_up, write_requests
+from eval.engine_process import (
+    EngineError,
+    EngineProcess,
+    backend_arguments,
+    end_on_sigterm,
+    names_prefix,
+)
+from eval.model_shapes import SHAPES, write_config
+
+# Captured decode batches up to --max-running, which is captured too.
+_BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 96, 128, 160, 192, 224, 256)
+
+
+def main(argv: list[str]) -> int:
+    args, windows = _parse(argv)
+    end_on_sigterm()
+    meta = provenance.collect(
+        "eval.bench_trace", argv, model_shape=args.model_shape, trace=Path(args.trace).name
+    )
+    rows: list[dict] = []
+    status = 0
+    with tempfile.TemporaryDirectory(prefix="bench-trace-") as folder:
+        try:
+            _run(Path(folder), args, windows, meta, rows)
+        except EngineError as error:
+            status = 1
+            print(f"stopped after {len(rows)} replays: {error}", file=sys.stderr)
+    if rows:
+        print("\n".join(map(summary.text, summary.summarise(rows))))
+    return status
+
+
+def _run(folder: Path, args, windows: dict[float, trace.Window], meta: dict, rows: list) -> None:
+    model = write_config(folder / "model", args.model_shape)
+    block = trace.scaled_block(args.length_scale)
+    files = {
+        rate: write_requests(
+            folder / f"{rate:g}.json", window, block, SHAPES[args.model_shape]["vocab_size"]
+        )
+        for rate, window in windows.items()
+    }
+    with contextlib.ExitStack() as stack:
+        engines = {
+            backend: stack.enter_context(_engine(backend, folder, model, args))
+            for backend in args.backends
+        }
+        for backend, engine in engines.items():
+            print(f"{backend} was up after {engine.start_s} s", flush=True)
+        warm_up(engines, files[max(files)])
+        for rate, window in windows.items():
+            for backend, alternation, timed in alternate(engines, files[rate], args.alternations):
+                row = summary.row(backend, rate, alternation, window, timed)
+                rows.append(row | {"plugins": engines[backend].plugins})
+                print(_text(row), flush=True)
+                if args.json:
+                    provenance.save(args.json, meta, rows)
+
+
+@contextlib.contextmanager
+def _engine(backend: str, folder: Path, model: Path, args):
+    """A started engine; EngineError when its pool is smaller than the others will have."""
+    batches = [b for b in _BATCHES if b < args.max_running] + [args.max_running]
+    arguments = dummy_engine(
+        model,
+        device=args.device,
+        page_size=args.page_size,
+        pool_tokens=args.pool_tokens,
+        decode_batches=batches,
+    )
+    print(f"starting {backend}", flush=True)
+    with EngineProcess(
+        arguments | backend_arguments(backend),
+        folder / backend.replace("/", "-"),
+        product=names_prefix(backend),
+    ) as engine:
+        if engine.pool_tokens < arguments["max_total_tokens"]:
+            raise EngineError(
+                f"{backend} has room for {engine.pool_tokens} KV tokens only: "
+                f"--pool-tokens {args.pool_tokens} is too much for {len(args.backends)} engines"
+            )
+        yield engine
+
+
+def _text(row: dict) -> str:
+    times = []
+    for metric in summary.METRICS:
+        values = "/".join("-" if v is None else f"{v:.2f}" for v in row[metric].values())
+        times.append(f"{metric.removesuffix('_ms').upper()} {values} ms")
+    failed = f"; first error: {row['error']}" if row["error"] else ""
+    return (
+        f"  {row['rate']:g}/s {row['alternation']} {row['backend']:<14} {', '.join(times)} "
+        f"(median/p90/p99); {row['completed']} of {row['sent']}, {row['achieved_rate']:.2f}/s; "
+        f"late at most {row['late_ms']['max']:.1f} ms{failed}"
+    )
+
+
+def _parse(argv: list[str]):
+    parser = argparse.ArgumentParser(prog="python -m eval.bench_trace", description=__doc__)
+    parser.add_argument("--trace", required=True, metavar="PATH", help="JSONL, Mooncake's format")
+    parser.add_argument("--backends", default="flashinfer,prefix", help="first: the stock one")
+    parser.add_argument("--rates", default="0.5,1", help="requests a second, each replayed")
+    parser.add_argument("--seconds", type=float, default=60, help="arrivals of a replay last this")
+    parser.add_argument("--skip", type=float, default=0, help="seconds of the trace left out")
+    parser.add_argument("--length-scale", type=float, default=1.0, help="of prompts and outputs")
+    parser.add_argument("--alternations", type=int, default=5)
+    parser.add_argument("--model-shape", default="llama3.1-8b", choices=list(SHAPES))
+    parser.add_argument("--page-size", type=int, default=1)
+    parser.add_argument(
+        "--pool-tokens", type=int, default=98304, help="KV tokens of each engine; all must fit"
+    )
+    parser.add_argument("--max-running", type=int, default=64, help="requests of a decode step")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--json", metavar="OUT")
+    args = parser.parse_args(argv)
+    args.backends = args.backends.split(",")
+    if len(set(args.backends)) < len(args.backends):
+        parser.error("--backends names one twice")
+    if min(args.alternations, args.max_running, args.page_size) < 1:
+        parser.error("--alternations, --max-running and --page-size must be at least 1")
+    context = SHAPES[args.model_shape]["max_position_embeddings"]
+    longest = min(context, args.pool_tokens // 64 * 64) - 2 * args.page_size
+    try:
+        requests = trace.scale(trace.read(args.trace), args.length_scale)
+        windows = {
+            rate: trace.window(requests, rate, args.seconds, args.skip, longest)
+            for rate in map(float, args.rates.split(","))
+        }
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    return args, windows
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

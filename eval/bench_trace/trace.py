@@ -1,0 +1,129 @@
+"""A trace as requests: read, scaled, and a window of it at a wanted rate; pure but for read().
+
+The format is Mooncake's: one JSON object a line with timestamp (ms), input_length, output_length
+and hash_ids, one id for each 512 tokens of the prompt. Equal ids stand for equal tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+BLOCK = 512  # prompt tokens behind one hash id
+_FIELDS = "timestamp, input_length, output_length and hash_ids"
+
+
+@dataclass(frozen=True)
+class Request:
+    """`at` seconds from the start; lengths in tokens; one hash id for each block of the prompt."""
+
+    at: float
+    input: int
+    output: int
+    hashes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Requests of a replay, the first at 0 s; `skipped` of the same stretch were too long."""
+
+    requests: tuple[Request, ...]
+    skipped: int
+
+
+def read(path: str | Path) -> list[Request]:
+    """The trace in order of arrival. Raises ValueError naming file and line; OSError."""
+    requests = []
+    with Path(path).open() as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                requests.append(_parse(line))
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{path}, line {number}: expected an object with {_FIELDS}: {error!r}"
+                ) from None
+    return sorted(requests, key=lambda request: request.at)
+
+
+def _parse(line: str) -> Request:
+    row = json.loads(line)
+    request = Request(
+        at=row["timestamp"] / 1e3,
+        input=int(row["input_length"]),
+        output=int(row["output_length"]),
+        hashes=tuple(row["hash_ids"]),
+    )
+    if not all(isinstance(h, int) and h >= 0 for h in request.hashes):
+        raise ValueError("hash_ids must be integers of at least 0")
+    if request.input < 1 or request.output < 1:
+        raise ValueError("lengths must be at least 1")
+    if len(request.hashes) * BLOCK < request.input:
+        raise ValueError(f"{len(request.hashes)} hash_ids for {request.input} tokens")
+    return request
+
+
+def scaled_block(factor: float) -> int:
+    """Tokens of a block when lengths are multiplied. Raises ValueError when none is left."""
+    block = round(BLOCK * factor)
+    if block < 1:
+        raise ValueError(f"length scale {factor}: must be at least 1/{BLOCK}")
+    return block
+
+
+def scale(requests: list[Request], factor: float) -> list[Request]:
+    """Lengths times `factor`, at least 1; the hash ids, and so what is shared, stay."""
+    block = scaled_block(factor)
+    return [
+        replace(
+            request,
+            # Rounding the block must not leave a prompt longer than its blocks.
+            input=min(max(1, round(request.input * factor)), len(request.hashes) * block),
+            output=max(1, round(request.output * factor)),
+        )
+        for request in requests
+    ]
+
+
+def window(
+    requests: list[Request], rate: float, seconds: float, skip: float, longest: int
+) -> Window:
+    """The `rate * seconds` requests that follow `skip` seconds of the trace, in `seconds`.
+
+    Their timestamps are all multiplied by one number, so the mean rate up to the next request is
+    `rate` and bursts stay bursts. A request of more than `longest` tokens, prompt and output, is
+    left out. Raises ValueError when the trace is too short.
+    """
+    count = round(rate * seconds)
+    if count < 1:
+        raise ValueError(f"rate {rate} for {seconds} s: not one request")
+    later = [request for request in requests if request.at >= skip]
+    fits = [i for i, request in enumerate(later) if request.input + request.output <= longest]
+    if len(fits) <= count:
+        raise ValueError(
+            f"rate {rate} for {seconds} s needs {count + 1} requests; after {skip} s the trace has "
+            f"{len(fits)} of at most {longest} tokens"
+        )
+    first, end = later[fits[0]].at, later[fits[count]].at
+    if end <= first:
+        raise ValueError(f"the {count + 1} requests after {skip} s arrive all at once: no rate")
+    stretch = count / rate / (end - first)
+    chosen = (later[i] for i in fits[:count])
+    return Window(
+        tuple(replace(request, at=(request.at - first) * stretch) for request in chosen),
+        skipped=fits[count] - count,
+    )
+
+
+def prompts(requests: tuple[Request, ...], block: int, vocab_size: int) -> list[list[int]]:
+    """Token ids of each prompt; blocks of equal hash id are equal, whenever this is called."""
+    blocks: dict[int, list[int]] = {}
+    for hash_id in {h for request in requests for h in request.hashes}:
+        rng = np.random.default_rng(hash_id)
+        blocks[hash_id] = rng.integers(vocab_size // 8, vocab_size, block).tolist()
+    return [
+        [token for h in request.hashes for token in blocks[h]][: request.input]
+        for request in requests
+    ]

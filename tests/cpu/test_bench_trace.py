@@ -1,0 +1,227 @@
+"""eval.bench_trace: windows of a trace, their prompts, replays in turn, figures, the sender."""
+
+import asyncio
+import json
+import types
+
+import pytest
+
+from eval import engine_worker
+from eval.bench_trace import runner, summary, trace
+
+LINE = {"timestamp": 0, "input_length": 700, "output_length": 20, "hash_ids": [0, 1]}
+
+
+def write(tmp_path, rows):
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def request(at, tokens=100, output=4, hashes=(0,)):
+    return trace.Request(at, tokens, output, tuple(hashes))
+
+
+def test_a_trace_is_read_in_order_of_arrival(tmp_path):
+    path = write(tmp_path, [LINE | {"timestamp": 3000}, LINE | {"output_length": 5}])
+    first, second = trace.read(path)
+    assert (first.at, first.output) == (0.0, 5)
+    assert second == trace.Request(3.0, 700, 20, (0, 1))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"timestamp": 1},
+        LINE | {"hash_ids": [0]},
+        LINE | {"hash_ids": ["a", "b"]},
+        LINE | {"output_length": 0},
+        LINE | {"timestamp": "x"},
+        [],
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, bad):
+    with pytest.raises(ValueError, match=r"trace\.jsonl, line 2: expected"):
+        trace.read(write(tmp_path, [LINE, bad]))
+
+
+def test_a_scaled_prompt_fits_its_blocks():
+    full = [request(0.0, 14 * 512, 1000, range(14)), request(0.0, 1, 1, [7])]
+    big, small = trace.scale(full, 0.1)
+    block = trace.scaled_block(0.1)
+    assert block == 51 and big.input == 14 * 51 and big.output == 100  # 717 before
+    assert (small.input, small.output) == (1, 1)
+    assert trace.scale(full, 1.0) == full
+    with pytest.raises(ValueError, match="length scale"):
+        trace.scale(full, 0.0005)
+
+
+def test_a_window_has_the_rate_and_keeps_the_bursts():
+    requests = [request(float(at)) for at in (0, 3, 3, 6, 12, 12, 30)]
+    window = trace.window(requests, rate=2.0, seconds=2.0, skip=1.0, longest=1000)
+    # Four requests of 3, 3, 6, 12 until the next at 12: nine seconds become two.
+    assert [r.at for r in window.requests] == pytest.approx([0, 0, 3 * 2 / 9, 2])
+    assert window.skipped == 0
+    slower = trace.window(requests, rate=1.0, seconds=4.0, skip=1.0, longest=1000)
+    assert [r.at for r in slower.requests] == pytest.approx([2 * r.at for r in window.requests])
+
+
+def test_long_requests_are_left_out_and_counted():
+    sizes = [100, 5000, 100, 97, 5000, 100]
+    requests = [request(float(at), size) for at, size in enumerate(sizes)]
+    window = trace.window(requests, rate=1.0, seconds=3.0, skip=0.0, longest=104)
+    assert [r.input for r in window.requests] == [100, 100, 97] and window.skipped == 2
+    assert window.requests[-1].at == pytest.approx(3 * 3 / 5)
+    with pytest.raises(ValueError, match="needs 4 requests.* has 1"):
+        trace.window(requests, rate=1.0, seconds=3.0, skip=0.0, longest=103)
+
+
+def test_windows_that_cannot_be():
+    with pytest.raises(ValueError, match="all at once"):
+        trace.window([request(0.0)] * 5, 1.0, 2.0, 0.0, 1000)
+    with pytest.raises(ValueError, match="not one request"):
+        trace.window([request(0.0), request(1.0)], 0.1, 1.0, 0.0, 1000)
+
+
+def test_prompts_share_what_the_hashes_share():
+    requests = (request(0, 20, hashes=[0, 1, 2]), request(0, 24, hashes=[0, 3, 2]))
+    one, two = trace.prompts(requests, 8, 1024)
+    assert [len(one), len(two)] == [20, 24]
+    assert one[:8] == two[:8] and one[8:16] != two[8:16] and one[16:] == two[16:20]
+    assert trace.prompts(requests[1:], 8, 1024) == [two]
+    assert all(128 <= token < 1024 for token in one + two)
+
+
+class Engine:
+    def __init__(self, name, asked):
+        self.name, self.asked = name, asked
+
+    def ask(self, op, path):
+        with open(path) as file:
+            self.asked.append((self.name, op, json.load(file)))
+        return {"requests": [self.name]}
+
+
+def test_engines_replay_the_same_file_in_both_orders(tmp_path):
+    asked = []
+    engines = {name: Engine(name, asked) for name in "abc"}
+    window = trace.Window((request(0.0, 10), request(1.5, 12, 3)), 0)
+    path = runner.write_requests(tmp_path / "1.json", window, 16, 1024)
+    runner.warm_up(engines, path)
+    assert [[sent["at"] for sent in requests] for *_, requests in asked] == [[0.0, 0.0]] * 3
+    del asked[:]
+    replays = list(runner.alternate(engines, path, 2))
+    assert [replay[:2] for replay in replays] == [
+        ("a", 0), ("b", 0), ("c", 0), ("c", 1), ("b", 1), ("a", 1)
+    ]  # fmt: skip
+    assert replays[-1][2] == ["a"]
+    assert all(entry[1:] == asked[0][1:] for entry in asked)
+    sent = asked[0][2]
+    assert [(r["at"], len(r["ids"]), r["new_tokens"]) for r in sent] == [(0.0, 10, 4), (1.5, 12, 3)]
+
+
+def timed(sent, first, last, tokens, error=None):
+    return {
+        "sent": sent, "first": first, "last": last, "tokens": tokens, "cached": 8, "error": error
+    }  # fmt: skip
+
+
+def test_figures_of_a_replay():
+    window = trace.Window(
+        (request(0.0, 10, 5), request(1.0, 20, 1), request(2.0, 30, 3), request(3.0, 40, 3)), 7
+    )
+    answer = [
+        timed(0.001, 0.5, 0.9, 5),
+        timed(1.003, 1.1, 1.1, 1),  # one token: no TPOT
+        timed(2.0, 2.9, 9.0, 2),  # cut short
+        timed(3.0, None, None, 0, "refused"),
+    ]
+    row = summary.row("prefix", 1.0, 0, window, answer)
+    assert (row["sent"], row["completed"], row["skipped"]) == (4, 2, 7)
+    assert row["ttft_ms"]["median"] == pytest.approx(300)
+    assert row["ttft_ms"]["p90"] == pytest.approx(460)
+    assert row["tpot_ms"]["p99"] == pytest.approx(100)
+    assert row["late_ms"]["max"] == pytest.approx(3)
+    assert row["achieved_rate"] == pytest.approx(2 / 1.1)
+    assert (row["input_tokens"], row["output_tokens"], row["cached_tokens"]) == (100, 12, 32)
+    assert row["error"] == "refused"
+
+
+def test_figures_when_nothing_completes():
+    window = trace.Window((request(0.0),), 0)
+    row = summary.row("prefix", 1.0, 0, window, [timed(0.0, None, None, 0, "refused")])
+    assert row["completed"] == 0 and row["achieved_rate"] == 0.0
+    assert row["ttft_ms"] == {"median": None, "p90": None, "p99": None}
+    (entry,) = summary.summarise([row])
+    assert entry["ttft_ms"]["median"] is None and entry["ttft_ms"]["p99_is"] is None
+    assert "TTFT median -, p99 -" in summary.text(entry)
+
+
+def replay(backend, rate, median, p99):
+    times = {"median": median, "p90": p99, "p99": p99}
+    return {
+        "backend": backend, "rate": rate, "sent": 3, "completed": 3, "achieved_rate": rate,
+        "ttft_ms": times, "tpot_ms": times, "late_ms": {"p99": 1.0},
+    }  # fmt: skip
+
+
+def test_summary_compares_with_the_first_backend_at_the_same_rate():
+    rows = []
+    for median, p99 in ((10.0, 30.0), (12.0, 50.0), (11.0, 40.0)):
+        rows += [
+            replay("stock", 1.0, median, p99),
+            replay("ours", 1.0, 2 * median, p99 + 11),
+            replay("low", 1.0, median, p99 - 11),
+            replay("stock", 2.0, 100.0, 300.0),
+        ]
+    entries = {(e["rate"], e["backend"]): e["ttft_ms"] for e in summary.summarise(rows)}
+    ours = entries[1.0, "ours"]
+    assert ours["ratio"] == pytest.approx(2.0) and ours["medians"] == [20.0, 24.0, 22.0]
+    assert ours["stock_p99"] == [30.0, 50.0]
+    assert (ours["p99"], ours["p99_is"]) == (51.0, "above")
+    assert entries[1.0, "low"]["p99_is"] == "below"
+    assert entries[1.0, "stock"]["p99_is"] == "inside"
+    assert entries[2.0, "stock"]["ratio"] == 1.0
+
+
+def test_the_ends_of_a_range_are_inside():
+    assert [summary.place(v, 1.0, 2.0) for v in (0.9, 1.0, 2.0, 2.1)] == [
+        "below", "inside", "inside", "above"
+    ]  # fmt: skip
+
+
+class Manager:
+    """Two tokens for a request; refuses one of three tokens."""
+
+    def __init__(self, flushes=True):
+        self.flushes, self.events = flushes, []
+
+    async def flush_cache(self, timeout_s):
+        self.events.append("flush")
+        return types.SimpleNamespace(success=self.flushes, message="busy")
+
+    async def generate_request(self, request, _):
+        self.events.append(request["name"])
+        if request["name"] == "refused":
+            raise ValueError("too long")
+        for count in (1, 2):
+            await asyncio.sleep(0.02)
+            yield {"output_ids": [0] * count, "meta_info": {"cached_tokens": 6}}
+
+
+def test_requests_are_sent_in_time_from_an_empty_cache(monkeypatch):
+    monkeypatch.setattr(engine_worker, "_greedy", lambda request: request)
+    engine = types.SimpleNamespace(tokenizer_manager=Manager())
+    requests = [{"name": name, "at": at} for name, at in (("b", 0.1), ("a", 0.0), ("refused", 0.2))]
+    b, a, refused = asyncio.run(engine_worker._all_timed(engine, requests))
+    assert engine.tokenizer_manager.events == ["flush", "a", "b", "refused"]
+    for answer, at in ((a, 0.0), (b, 0.1), (refused, 0.2)):
+        assert answer["sent"] >= at
+    assert a["sent"] < a["first"] < a["last"] and (a["tokens"], a["cached"]) == (2, 6)
+    assert refused["error"] == "too long" and refused["first"] is None
+
+
+def test_a_cache_that_is_not_flushed_is_an_error():
+    engine = types.SimpleNamespace(tokenizer_manager=Manager(flushes=False))
+    with pytest.raises(RuntimeError, match="not flushed: busy"):
+        asyncio.run(engine_worker._all_timed(engine, []))

@@ -1,0 +1,75 @@
+"""What SGLang itself loads in the environment of an evaluation's engine, and a replay on one."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from eval.bench_engine import host_times
+from eval.engine_process import environment, make_site, plugin_names
+from eval.provenance import ROOT
+
+_LOAD = """
+import json, sys
+from sglang.srt.platforms import current_platform
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from eval.engine_worker import loaded_plugins
+print(json.dumps({
+    "plugins": loaded_plugins(),
+    "backend": "prefix" in ATTENTION_BACKENDS,
+    "platform": type(current_platform).__name__ == "TorchCpuPlatform",
+    "product": "sgl_prefix_attn" in sys.modules,
+}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "product", "evaluation", "plugins"),
+    [
+        (False, False, False, []),
+        (False, False, True, ["eval_plugin"]),
+        (False, True, True, ["eval_plugin", "prefix_attn"]),
+        (True, True, False, ["prefix_attn"]),
+    ],
+)
+def test_sglang_loads_what_is_named_and_nothing_else(
+    tmp_path, on_cpu, product, evaluation, plugins
+):
+    names = plugin_names(product=product, evaluation=evaluation)
+    site = make_site(tmp_path / "site", host_times.__name__ if evaluation else None)
+    ran = subprocess.run(
+        [sys.executable, "-c", _LOAD],
+        cwd=tmp_path,
+        env=environment(os.environ, site, names, on_cpu=on_cpu),
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout.splitlines()[-1])
+    assert found == {"plugins": plugins, "backend": product, "product": product, "platform": on_cpu}
+
+
+@pytest.mark.engine
+def test_a_trace_is_replayed_on_an_engine(tmp_path):
+    rows = [
+        (0, 700, 6, [0, 1]), (0, 40, 1, [2]), (900, 1000, 5, [0, 1]),
+        (900, 9000, 5, list(range(18))), (1000, 10, 1, [3]),
+    ]  # fmt: skip
+    names = ("timestamp", "input_length", "output_length", "hash_ids")
+    source, out = tmp_path / "trace.jsonl", tmp_path / "out.json"
+    source.write_text("".join(json.dumps(dict(zip(names, r, strict=True))) + "\n" for r in rows))
+    command = [sys.executable, "-m", "eval.bench_trace", "--trace", str(source)]
+    command += ["--backends", "prefix", "--rates", "1", "--seconds", "3", "--alternations", "2"]
+    command += ["--model-shape", "tiny", "--device", "cpu", "--pool-tokens", "8192"]
+    ran = subprocess.run([*command, "--json", str(out)], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    first, second = json.loads(out.read_text())["rows"]
+    for row in (first, second):
+        assert (row["sent"], row["completed"], row["skipped"]) == (3, 3, 1)
+        assert row["plugins"] == ["prefix_attn"] and row["error"] is None
+        # The third prompt finds the first one's; nothing is left of an earlier replay.
+        assert row["cached_tokens"] == 700
