@@ -101,7 +101,12 @@ def _parse(argv: list[str]):
         )
         settings = [
             Setting(
-                tree, heads, page, args.dtype, DTYPES[args.dtype], torch.device(args.device),
+                tree,
+                heads,
+                page,
+                args.dtype,
+                DTYPES[args.dtype],
+                torch.device(args.device),
                 args.seed,
             )
             for heads in parse_heads(args.heads, args.head_dim)
@@ -133,7 +138,6 @@ def _page_sizes(text: str) -> list[int]:
     if min(sizes) < 1:
         raise ValueError(f"page size {text!r}: must be at least 1")
     return sizes
-
 
 
 if __name__ == "__main__":

@@ -113,7 +113,5 @@ def _on_device(tables: IndexTables, tree: Tree, device: torch.device) -> dict:
     return {
         "node_slots": tuple(torch.from_numpy(slots).to(device) for slots in tables.node_slots),
         "req_to_token": torch.from_numpy(tables.req_to_token).to(device),
-        "seq_lens": torch.full(
-            (tree.batch_size,), tree.seq_len, dtype=torch.int32, device=device
-        ),
+        "seq_lens": torch.full((tree.batch_size,), tree.seq_len, dtype=torch.int32, device=device),
     }

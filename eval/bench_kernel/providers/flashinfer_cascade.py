@@ -45,9 +45,7 @@ class FlashInferCascadeRunnable:
 
     def plan(self) -> None:
         case = self._case
-        qo_indptr, kv_indptr, kv_indices, last_len = map(
-            list, zip(*self._tables, strict=True)
-        )
+        qo_indptr, kv_indptr, kv_indices, last_len = map(list, zip(*self._tables, strict=True))
         self._wrapper.plan(
             qo_indptr,
             kv_indptr,
