@@ -127,6 +127,30 @@ class PlanStats:
 
 
 @dataclass(frozen=True)
+class PlanWork:
+    """What one layer of a plan does, for predicting its time; tokens count for all KV heads.
+
+    tail_tokens    KV tokens that tails tiles read
+    shared_tokens  KV tokens that shared tiles read ...
+    reread_tokens  ... and read again, for row tiles beyond a pack's first
+    shared_rows    shared tokens times the rows of the tiles over them
+    tail_items, shared_items  work items, each run once a KV head
+    tail_chain, shared_chain  KV tokens on the busiest CTA, its work items' fixed cost included
+    partials       partial rows
+    """
+
+    tail_tokens: int
+    shared_tokens: int
+    reread_tokens: int
+    shared_rows: int
+    tail_items: int
+    shared_items: int
+    tail_chain: float
+    shared_chain: float
+    partials: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """One decode step, serialised for the kernels; valid for any KV pool with the same slots.
 
@@ -144,6 +168,7 @@ class Plan:
     appends_left: int
     seq_lens: np.ndarray
     stats: PlanStats
+    work: PlanWork
     forest: Forest
     merges: Merges
     packs: Packs

@@ -47,7 +47,15 @@ class Planner:
         merges = choose_merges(forest, self.strategy, self.costs)
         packs = make_packs(forest, merges)
         tiling = tile_packs(packs, self.tile_set, self.costs)
-        return serialize(forest, merges, packs, tiling, headroom=self.headroom)
+        return serialize(
+            forest,
+            merges,
+            packs,
+            tiling,
+            tile_set=self.tile_set,
+            heads=self.heads,
+            headroom=self.headroom,
+        )
 
     def warm_up(self) -> None:
         """Compile the planner's loops (a few seconds the first time) before serving starts."""

@@ -7,17 +7,41 @@ from dataclasses import dataclass
 
 from sgl_prefix_attn.records import HeadConfig
 
-# Sustained rates of whole GPUs: bandwidth in bytes/us of a paged gather, mma in flop/us of the
-# shared kernel's two products, item in us that a CTA needs for a work item besides its KV, ctas
-# CTAs over which items spread, launch us a step costs however little there is to do. H100:
-# bandwidth as FlashInfer and FA3 reach it on 256 x 4096 unshared tokens, the others from
+
+@dataclass(frozen=True)
+class GpuRates:
+    """What a whole GPU sustains.
+
+    bandwidth  bytes/us of a paged gather
+    mma        flop/us of the shared kernel's two products
+    item       us that a CTA needs for a work item besides its KV
+    ctas       CTAs over which items spread
+    launch     us a step costs however little there is to do
+    """
+
+    bandwidth: float
+    mma: float
+    item: float
+    ctas: int
+    launch: float
+
+    def __post_init__(self):
+        for name in ("bandwidth", "mma", "item", "ctas", "launch"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} must be finite and > 0, got {value!r}")
+
+
+# H100: bandwidth as FlashInfer and FA3 reach it on 256 x 4096 unshared tokens, the others from
 # docs/kernel-log.md. The rows of other GPUs are estimates, not measured.
-GPU_CONSTANTS = {
-    "H100": {"bandwidth": 3.0e6, "mma": 300e6, "item": 2.6, "ctas": 396, "launch": 8.0},
-    "H200": {"bandwidth": 4.2e6, "mma": 300e6, "item": 2.6, "ctas": 396, "launch": 8.0},
-    "A100": {"bandwidth": 1.7e6, "mma": 150e6, "item": 3.0, "ctas": 324, "launch": 10.0},
-    "other": {"bandwidth": 1.0e6, "mma": 100e6, "item": 3.0, "ctas": 200, "launch": 10.0},
+GPU_RATES = {
+    "H100": GpuRates(bandwidth=3.0e6, mma=300e6, item=2.6, ctas=396, launch=8.0),
+    "H200": GpuRates(bandwidth=4.2e6, mma=300e6, item=2.6, ctas=396, launch=8.0),
+    "A100": GpuRates(bandwidth=1.7e6, mma=150e6, item=3.0, ctas=324, launch=10.0),
+    "other": GpuRates(bandwidth=1.0e6, mma=100e6, item=3.0, ctas=200, launch=10.0),
 }
+# Bytes of KV that a CTA streams in a microsecond while it has the memory to itself.
+_CHAIN_BANDWIDTH = 35e3
 
 
 @dataclass(frozen=True)
@@ -31,6 +55,7 @@ class CostModel:
     item       us that one CTA needs for a work item besides its KV
     pack       the same, for all items of a pack, in us of the whole GPU
     launch     us that launching and merging a step cost, however little there is to do
+    chain      us that one CTA needs for one KV token of one head while the memory is idle
     row_step   granularity of a tile's rows
     """
 
@@ -40,28 +65,34 @@ class CostModel:
     item: float
     pack: float
     launch: float
+    chain: float
     group_size: int
     num_kv_heads: int
     row_step: int = 16
 
     def __post_init__(self):
-        for name in ("kv_token", "mma_row", "partial", "item", "pack", "launch"):
+        for name in ("kv_token", "mma_row", "partial", "item", "pack", "launch", "chain"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must be finite and >= 0, got {value!r}")
 
     @classmethod
     def for_gpu(cls, gpu_name: str, heads: HeadConfig, kv_bytes: int = 2) -> CostModel:
-        """Constants of the first table row whose name occurs in gpu_name, else of 'other'."""
-        row = next((v for k, v in GPU_CONSTANTS.items() if k in gpu_name), GPU_CONSTANTS["other"])
+        """Rates of the first table row whose name occurs in gpu_name, else of 'other'."""
+        row = next((v for k, v in GPU_RATES.items() if k in gpu_name), GPU_RATES["other"])
+        return cls.from_rates(row, heads, kv_bytes)
+
+    @classmethod
+    def from_rates(cls, rates: GpuRates, heads: HeadConfig, kv_bytes: int = 2) -> CostModel:
         d, hkv = heads.head_dim, heads.num_kv_heads
         return cls(
-            kv_token=2 * hkv * d * kv_bytes / row["bandwidth"],
-            mma_row=4 * hkv * d / row["mma"],
-            partial=partial_bytes(heads, kv_bytes) / row["bandwidth"],
-            item=row["item"],
-            pack=row["item"] * hkv / row["ctas"],
-            launch=row["launch"],
+            kv_token=2 * hkv * d * kv_bytes / rates.bandwidth,
+            mma_row=4 * hkv * d / rates.mma,
+            partial=partial_bytes(heads, kv_bytes) / rates.bandwidth,
+            item=rates.item,
+            pack=rates.item * hkv / rates.ctas,
+            launch=rates.launch,
+            chain=2 * d * kv_bytes / _CHAIN_BANDWIDTH,
             group_size=heads.group_size,
             num_kv_heads=hkv,
         )
@@ -76,6 +107,7 @@ class CostModel:
             item=0.0,
             pack=0.0,
             launch=0.0,
+            chain=0.0,
             group_size=heads.group_size,
             num_kv_heads=heads.num_kv_heads,
         )

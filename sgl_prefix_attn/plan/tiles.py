@@ -98,6 +98,7 @@ class Tiling:
     row_tiles         int32 [J]    tiles that the job's queries are spread over ...
     queries_per_tile  int32 [J]    ... and how many go into each
     splits            int32 [J]    KV splits
+    tokens            int32 [J]    KV tokens of the job, those of all its packs
     item_time         float [J]    predicted time of one work item, for the order in the queue
     """
 
@@ -107,6 +108,7 @@ class Tiling:
     row_tiles: np.ndarray
     queries_per_tile: np.ndarray
     splits: np.ndarray
+    tokens: np.ndarray
     item_time: np.ndarray
 
 
@@ -164,7 +166,7 @@ def tile_packs(packs: Packs, tile_set: TileSet, costs: CostModel) -> Tiling:
     splits = np.ceil(job_time / (tile_set.longest * (step + costs.launch))).astype(np.int64)
     most = np.minimum(-(-job_len // tile_set.min_split), -(-shortest // layout.SPLIT_UNIT))
     splits = np.clip(splits, 1, most)
-    columns = (order, offset, tile, row_tiles, per_tile, splits)
+    columns = (order, offset, tile, row_tiles, per_tile, splits, job_tokens)
     return Tiling(*(c.astype(np.int32) for c in columns), job_time / splits)
 
 

@@ -6,15 +6,23 @@ import numpy as np
 from numba import njit
 
 from sgl_prefix_attn.kernels import layout as L
-from sgl_prefix_attn.plan.tiles import Tiling
-from sgl_prefix_attn.records import Forest, Merges, Packs, Plan, PlanStats
+from sgl_prefix_attn.plan.tiles import TileSet, Tiling
+from sgl_prefix_attn.plan.work import plan_work
+from sgl_prefix_attn.records import Forest, HeadConfig, Merges, Packs, Plan, PlanStats
 
 # Segments start at multiples of this many entries, so that their slots load as whole vectors.
 SEGMENT_ALIGN = 16
 
 
 def serialize(
-    forest: Forest, merges: Merges, packs: Packs, tiling: Tiling, *, headroom: int
+    forest: Forest,
+    merges: Merges,
+    packs: Packs,
+    tiling: Tiling,
+    *,
+    tile_set: TileSet,
+    heads: HeadConfig,
+    headroom: int,
 ) -> Plan:
     """Lay out segments, partial rows and work items of a step.
 
@@ -49,6 +57,7 @@ def serialize(
         appends_left=headroom,
         seq_lens=forest.seq_lens.copy(),
         stats=stats,
+        work=plan_work(tiling, num_partials, tile_set, heads),
         forest=forest,
         merges=merges,
         packs=packs,

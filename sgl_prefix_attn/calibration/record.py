@@ -1,0 +1,50 @@
+"""What a calibration says about one GPU and one kind of attention layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sgl_prefix_attn.calibration.timemodel import TimeModel
+from sgl_prefix_attn.plan.costs import CostModel, GpuRates
+from sgl_prefix_attn.records import HeadConfig
+
+
+@dataclass(frozen=True)
+class CalibrationKey:
+    """What a calibration holds for: dtype is torch's name of it, "bfloat16" or "float16"; heads
+    are those of one tensor-parallel rank."""
+
+    gpu: str
+    heads: HeadConfig
+    dtype: str
+    page_size: int
+
+    @property
+    def kv_bytes(self) -> int:
+        return 2 if self.dtype in ("bfloat16", "float16") else 4
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Rates that drive the planner, and time models that drive the policy.
+
+    versions  name -> version of every package whose kernels were measured
+    samples   measured batches that the models were fitted to
+    errors    "stock", "prefix" -> root mean square of log(predicted / measured), on batches that
+              the fit had not seen
+    source    measured | shipped | scaled | conservative, see store.find
+    """
+
+    key: CalibrationKey
+    versions: dict[str, str]
+    num_sms: int
+    rates: GpuRates
+    stock: TimeModel
+    prefix: TimeModel
+    samples: int
+    errors: dict[str, float]
+    source: str
+
+    @property
+    def costs(self) -> CostModel:
+        return CostModel.from_rates(self.rates, self.key.heads, self.key.kv_bytes)

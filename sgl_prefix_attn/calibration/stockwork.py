@@ -1,0 +1,73 @@
+"""How much work a decode step is for FlashInfer: what its time is predicted from.
+
+FlashInfer splits long requests so that all pieces run at once, two CTAs an SM; a batch that fills
+the GPU with whole requests is not split, and then its longest requests decide how long it takes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+
+CTAS = 2  # a multiprocessor
+SHORTEST_PIECE = 128  # KV tokens
+# What a piece costs a CTA besides its KV, in KV tokens of one head.
+PIECE_TOKENS = 100
+
+
+@dataclass(frozen=True)
+class StockWork:
+    """tokens: KV tokens that the batch reads; unique: each shared one counted once; longest: of
+    one request; pieces: CTAs a KV head; chain: KV tokens on the busiest CTA, fixed costs
+    included."""
+
+    batch_size: int
+    tokens: int
+    unique: int
+    longest: int
+    pieces: int
+    chain: float
+
+
+def stock_work(seq_lens: np.ndarray, unique: int, num_sms: int, num_kv_heads: int) -> StockWork:
+    """Work of a decode step with lengths seq_lens int [B] of which `unique` tokens differ."""
+    lens = seq_lens.astype(np.int64)
+    pieces, chain = _schedule(lens, max(1, CTAS * num_sms // num_kv_heads))
+    return StockWork(
+        batch_size=lens.size,
+        tokens=int(lens.sum()),
+        unique=unique,
+        longest=int(lens.max()),
+        pieces=pieces,
+        chain=chain,
+    )
+
+
+@njit(cache=True)
+def _schedule(lens, slots):
+    """(pieces, tokens on the busiest of `slots` CTAs) with requests handed out in batch order."""
+    low, high = SHORTEST_PIECE, max(lens.max(), SHORTEST_PIECE)
+    while low < high:
+        middle = (low + high) // 2
+        count = 0
+        for n in lens:
+            count += (n + middle - 1) // middle
+        if count > slots:
+            low = middle + 1
+        else:
+            high = middle
+    free = [0.0 for _ in range(slots)]
+    last = 0.0
+    pieces = 0
+    for n in lens:
+        start = 0
+        while start < n:
+            end = heapq.heappop(free) + min(low, n - start) + PIECE_TOKENS
+            heapq.heappush(free, end)
+            last = max(last, end)
+            pieces += 1
+            start += low
+    return pieces, last

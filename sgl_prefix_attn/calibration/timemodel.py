@@ -1,0 +1,152 @@
+"""Predicted microseconds a layer of both kernels: a few physical terms, then what they miss.
+
+The physical part is a sum of launches, work items and the larger of "all bytes at full bandwidth"
+and "the longest chain of work on one CTA", softly (a p-norm). Its coefficients are close to one or
+are microseconds, so they carry over between head configurations. What remains, a few per cent, is
+smooth in the logarithms of the work and is learnt by kernel ridge regression on centres.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from sgl_prefix_attn.calibration.stockwork import StockWork
+from sgl_prefix_attn.plan.costs import CostModel
+from sgl_prefix_attn.records import PlanWork
+
+# Name, start, lowest, highest of every coefficient, in the order of the formulas below.
+STOCK_COEFFICIENTS = (
+    ("launch", 7.0, 0.0, 50.0),  # us
+    ("split", 0.1, -5.0, 20.0),  # us, when requests are split and merged
+    ("piece", 0.1, 0.0, 2.0),  # us a piece
+    ("bandwidth", 1.0, 0.3, 4.0),  # of unique KV, times the cost model's
+    ("reread", 0.1, 0.0, 4.0),  # the same of KV read again, mostly from the L2 cache
+    ("chain", 1.0, 0.05, 20.0),  # token of the longest chain, times the cost model's
+    ("norm", 2.0, 1.0, 20.0),
+)
+PREFIX_COEFFICIENTS = (
+    ("launch", 9.0, 0.0, 50.0),
+    ("merge", 1.0, 0.0, 20.0),  # us, when there are partial results
+    ("tail_item", 0.008, 0.0, 1.0),  # us a work item and KV head
+    ("shared_item", 0.012, 0.0, 1.0),
+    ("partial", 1.0, 0.0, 10.0),
+    ("bandwidth", 1.0, 0.3, 4.0),
+    ("reread", 0.1, 0.0, 4.0),
+    ("mma", 0.3, 0.0, 4.0),
+    ("tail_chain", 1.0, 0.05, 20.0),
+    ("shared_chain", 1.0, 0.05, 20.0),
+    ("norm", 1.5, 1.0, 20.0),
+)
+LENGTH_SCALE = 1.5  # of the correction, in standard deviations of a feature
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Logarithm of measured / physical as a sum of Gaussians around centres.
+
+    offset, scale  [F]    features are (x - offset) / scale
+    centres        [C, F] in scaled features
+    weights        [C]
+    """
+
+    offset: np.ndarray
+    scale: np.ndarray
+    centres: np.ndarray
+    weights: np.ndarray
+
+    def __call__(self, features: np.ndarray) -> float:
+        x = (features - self.offset) / self.scale
+        distance = ((self.centres - x) ** 2).sum(1)
+        return float(self.weights @ np.exp(-distance / (2 * LENGTH_SCALE**2)))
+
+
+@dataclass(frozen=True)
+class TimeModel:
+    """coefficients as STOCK_COEFFICIENTS or PREFIX_COEFFICIENTS name them; correction None: the
+    physical part alone."""
+
+    coefficients: tuple[float, ...]
+    correction: Correction | None = None
+
+
+def predict_stock(model: TimeModel, work: StockWork, costs: CostModel) -> float:
+    """Microseconds a layer of FlashInfer's decode."""
+    us = stock_physical(model.coefficients, work, costs)
+    return _corrected(model, us, stock_features(work, us))
+
+
+def predict_prefix(model: TimeModel, work: PlanWork, costs: CostModel) -> float:
+    """Microseconds a layer of a plan."""
+    us = prefix_physical(model.coefficients, work, costs)
+    return _corrected(model, us, prefix_features(work, us))
+
+
+def _corrected(model: TimeModel, us: float, features: np.ndarray) -> float:
+    return us if model.correction is None else us * math.exp(model.correction(features))
+
+
+def stock_physical(c, work: StockWork, costs: CostModel) -> float:
+    launch, split, piece, bandwidth, reread, chain, norm = c
+    memory = costs.kv_token * (bandwidth * work.unique + reread * (work.tokens - work.unique))
+    busiest = chain * work.chain * costs.chain
+    return (
+        launch
+        + split * (work.pieces > work.batch_size)
+        + piece * work.pieces
+        + (memory**norm + busiest**norm) ** (1 / norm)
+    )
+
+
+def prefix_physical(c, work: PlanWork, costs: CostModel) -> float:
+    (
+        launch, merge, tail_item, shared_item, partial, bandwidth, reread, mma, tail, shared, norm
+    ) = c  # fmt: skip
+    heads = costs.num_kv_heads
+    busy = (
+        costs.kv_token * bandwidth * (work.tail_tokens + work.shared_tokens)
+        + costs.kv_token * reread * work.reread_tokens
+        + costs.mma_row * mma * work.shared_rows
+    )
+    busiest = max(tail * work.tail_chain, shared * work.shared_chain) * costs.chain
+    return (
+        launch
+        + merge * (work.partials > 0)
+        + heads * (tail_item * work.tail_items + shared_item * work.shared_items)
+        + partial * costs.partial * work.partials
+        + (busy**norm + busiest**norm) ** (1 / norm)
+    )
+
+
+def stock_features(work: StockWork, us: float) -> np.ndarray:
+    """What the correction looks at: logarithms of sizes, and how evenly the work is spread."""
+    return np.log(
+        (
+            work.unique,
+            work.tokens,
+            work.chain,
+            work.pieces,
+            work.longest,
+            us,
+            # weighted up: an uneven batch behaves unlike any even one
+            (work.chain * work.batch_size / work.tokens) ** 2,
+        )
+    )
+
+
+def prefix_features(work: PlanWork, us: float) -> np.ndarray:
+    return np.log(
+        (
+            work.tail_tokens + 10,
+            work.shared_tokens + 10,
+            (work.shared_rows + 1000) ** 0.5,
+            work.tail_chain + 10,
+            work.shared_chain + 10,
+            work.tail_items + 1,
+            work.shared_items + 1,
+            work.partials + 10,
+            us,
+        )
+    )

@@ -1,0 +1,56 @@
+"""How much work a plan is: what its time is predicted from."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+from numba import njit
+
+from sgl_prefix_attn.plan.tiles import TileSet, Tiling
+from sgl_prefix_attn.records import HeadConfig, PlanWork
+
+# CTAs that an SM holds of a tails tile and of a shared tile: their registers and shared memory.
+TAIL_CTAS, SHARED_CTAS = 4, 3
+# What a work item costs a CTA besides its KV, in KV tokens of one head.
+ITEM_TOKENS = 50
+
+
+def plan_work(tiling: Tiling, num_partials: int, tile_set: TileSet, heads: HeadConfig) -> PlanWork:
+    """Totals of a plan's jobs, and how long its longest chain of work items is."""
+    first_shared = len(tile_set.tiles) - len(tile_set.shared)
+    shared = tiling.tile >= first_shared
+    block_m = np.array([tile.block_m for tile in tile_set.tiles])[tiling.tile]
+    items = tiling.row_tiles * tiling.splits
+    tokens = tiling.tokens / tiling.splits
+    order = np.argsort(-tokens, kind="stable")
+
+    def longest(mask: np.ndarray, ctas: int) -> float:
+        chosen = order[mask[order]]
+        slots = max(1, tile_set.num_sms * ctas // heads.num_kv_heads)
+        return _makespan(tokens[chosen], items[chosen], slots)
+
+    return PlanWork(
+        tail_tokens=int(tiling.tokens[~shared].sum()),
+        shared_tokens=int(tiling.tokens[shared].sum()),
+        reread_tokens=int((tiling.tokens * (tiling.row_tiles - 1))[shared].sum()),
+        shared_rows=int((tiling.tokens * tiling.row_tiles * block_m)[shared].sum()),
+        tail_items=int(items[~shared].sum()),
+        shared_items=int(items[shared].sum()),
+        tail_chain=longest(~shared, TAIL_CTAS),
+        shared_chain=longest(shared, SHARED_CTAS),
+        partials=num_partials,
+    )
+
+
+@njit(cache=True)
+def _makespan(tokens, items, slots):
+    """Tokens on the busiest of `slots` CTAs, each taking the next item when it is free."""
+    free = [0.0 for _ in range(slots)]
+    last = 0.0
+    for job in range(tokens.size):
+        for _ in range(items[job]):
+            end = heapq.heappop(free) + tokens[job] + ITEM_TOKENS
+            heapq.heappush(free, end)
+            last = max(last, end)
+    return last
