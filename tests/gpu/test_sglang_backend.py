@@ -7,7 +7,9 @@ the same on a model of full size.
 """
 
 import importlib.util
+import re
 from importlib.metadata import entry_points
+from itertools import pairwise
 
 import pytest
 
@@ -30,7 +32,9 @@ pytestmark = [
 ]
 
 REFERENCE, NOISE, TESTED = "flashinfer", "triton", "prefix"
-SCENARIOS = plain("staggered", "duplicates", "siblings", "two_turns", "unshared", "late_prompt")
+SCENARIOS = plain(
+    "staggered", "duplicates", "siblings", "two_turns", "unshared", "late_prompt", "crowd"
+)
 FAULTS = ("shared_node_dropped", "tails_swapped")
 MARGIN = 0.1  # of the equal share, below that of two correct backends
 ENGINE = {
@@ -41,34 +45,37 @@ ENGINE = {
     "disable_prefill_cuda_graph": True,
     "grammar_backend": "none",
     "sampling_backend": "pytorch",
+    "decode_log_interval": 1,
     "random_seed": 1,
 }
+ALTERNATE = (("siblings", "alternate"),)
+LABELLED = "labelled"  # `prefix` with SGLang's LoRA labels on its graphs, and few prefix graphs
+LIMIT = 4
 
 
-def config_of(backend, page_size):
-    faulty = tuple(("siblings", fault) for fault in FAULTS) if backend == TESTED else ()
-    return Config(
-        f"{backend}-page-{page_size}",
-        SCENARIOS + faulty,
-        ENGINE | {"page_size": page_size},
-        {"SGL_PREFIX_ATTN_CPU_PLATFORM": "0"},
-    )
+def config_of(run, page_size):
+    scenarios, env = SCENARIOS, {"SGL_PREFIX_ATTN_CPU_PLATFORM": "0"}
+    if run == TESTED:
+        scenarios += tuple(("siblings", fault) for fault in FAULTS)
+    if run in (TESTED, LABELLED):
+        scenarios += ALTERNATE
+    if run == LABELLED:
+        env |= {"PROBE_LORA_LABELS": "1", "SGL_PREFIX_ATTN_MAX_VARIANT_BS": str(LIMIT)}
+    return Config(f"{run}-page-{page_size}", scenarios, ENGINE | {"page_size": page_size}, env)
 
 
 @pytest.fixture(scope="module", params=[1, 16], ids=lambda p: f"page_{p}")
 def runs(request, tmp_path_factory):
-    """Run of each backend. One engine at a time: the first compiles FlashInfer for the others."""
+    """Runs by name. One engine at a time: the first compiles FlashInfer for the others."""
     folder = tmp_path_factory.mktemp("engines")
     model = write_tiny_llama(
         folder / "model", hidden=512, intermediate=1024, num_qo_heads=8, num_kv_heads=2,
         head_dim=128,
     )  # fmt: skip
     found = {}
-    for backend in (REFERENCE, NOISE, TESTED):
-        home = folder / backend
-        found[backend] = finish(
-            start(config_of(backend, request.param), backend, model, home), home
-        )
+    for run in (REFERENCE, NOISE, TESTED, LABELLED):
+        home, backend = folder / run, TESTED if run == LABELLED else run
+        found[run] = finish(start(config_of(run, request.param), backend, model, home), home)
     return found
 
 
@@ -114,6 +121,46 @@ def test_decode_steps_ran_prefix_kernels_from_a_graph(runs):
     steps = [step for key in SCENARIOS for step in run.steps[key]]
     assert any(step["nodes"] and step["read"] < step["query_centric"] for step in steps)
     assert any(step["nodes"] is None for step in steps), "no step went on with an earlier plan"
+
+
+def all_from_graphs(log: str) -> bool:
+    """Whether SGLang replayed a graph for every decode step that it logged."""
+    lines = [line for line in log.splitlines() if "Decode batch" in line]
+    return bool(lines) and all("cuda graph: True" in line for line in lines)
+
+
+def prefix_graphs(log: str) -> list[int]:
+    """Number of prefix graphs, of every line that tells what they cost."""
+    return [int(n) for n in re.findall(r"CUDA graphs with prefix kernels: (\d+) graphs", log)]
+
+
+@pytest.mark.parametrize("run", [TESTED, LABELLED])
+def test_stock_and_prefix_steps_alternate_on_graphs(runs, run):
+    """Every second step of one batch is stock, and all of them replay a graph."""
+    steps = [s for s in runs[run].steps["siblings", "alternate"] if len(s["requests"]) == 4]
+    variants = [step["variant"] for step in steps]
+    assert len(variants) > 12 and all(a != b for a, b in pairwise(variants))
+    assert {(s["variant"], s["reason"]) for s in steps} == {
+        ("stock", "forced"), ("prefix", "default")
+    }  # fmt: skip
+    assert all_from_graphs(runs[run].log)
+    noise = share(runs, NOISE, plain("siblings"))
+    stock = runs[REFERENCE].outputs["siblings", ""]
+    assert equal_share(stock, runs[run].outputs["siblings", "alternate"]) >= noise - MARGIN
+
+
+def test_graphs_with_loras_labels_and_a_limit(runs):
+    """Each label has both variants; batches above the limit replay the stock graph."""
+    run, sizes = runs[LABELLED], ENGINE["cuda_graph_bs_decode"]
+    assert prefix_graphs(runs[TESTED].log) == [len(sizes)]
+    assert prefix_graphs(run.log) == [2 * len([size for size in sizes if size <= LIMIT])]
+    steps = [step for key in SCENARIOS for step in run.steps[key]]
+    for step in steps:
+        small = len(step["requests"]) <= LIMIT
+        expected = ("prefix", "default") if small else ("stock", "graph_batch_size")
+        assert (step["variant"], step["reason"]) == expected
+    assert len({step["variant"] for step in steps}) == 2, "some batches are above the limit"
+    assert share(runs, LABELLED) >= share(runs, NOISE) - MARGIN
 
 
 @pytest.mark.parametrize("fault", FAULTS)

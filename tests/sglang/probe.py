@@ -3,6 +3,7 @@
 engine.py puts a dist-info folder with its entry point on the engine's path. Steps are appended to
 $PROBE_STEPS as JSON lines; the fault to plant is read from $PROBE_FAULT before each step, so that
 one engine serves many scenarios. Tests that compare outputs must fail under every fault here.
+$PROBE_LORA_LABELS set: decode graphs are captured once for each of SGLang's LoRA labels.
 """
 
 import dataclasses
@@ -20,6 +21,20 @@ def register():
 
         _record_steps(stepstate, Path(steps), Path(fault_file))
         _plant_faults(stepstate, execution, Path(fault_file))
+        if os.environ.get("PROBE_LORA_LABELS"):
+            _capture_lora_labels()
+
+
+def _capture_lora_labels():
+    """Nothing in SGLang 0.5.17 sets record_nolora_graph on the decode runner."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    module = "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
+    HookRegistry.register(
+        f"{module}.DecodeCudaGraphRunner.capture",
+        lambda runner: setattr(runner, "record_nolora_graph", True),
+        HookType.BEFORE,
+    )
 
 
 def _read(path: Path) -> str:
@@ -67,8 +82,10 @@ def _record_steps(stepstate, steps: Path, fault_file: Path):
 
 
 def _forces_stock(fault: str, nth: int) -> bool:
-    """ "stock:6:11" forces the steps from 6 and below 11 of a scenario."""
+    """ "stock:6:11" forces the steps from 6 and below 11 of a scenario, "alternate" each second."""
     name, *bounds = fault.split(",")[0].split(":")
+    if name == "alternate":
+        return nth % 2 == 1
     return name == "stock" and int(bounds[0]) <= nth < int(bounds[1])
 
 

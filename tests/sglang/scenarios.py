@@ -117,6 +117,14 @@ async def siblings(engine):
     )
 
 
+async def crowd(engine):
+    """Six requests under one prompt that is already cached: more than a small graph holds."""
+    await generate(engine, SYSTEM, 2)
+    return await asyncio.gather(
+        *(generate(engine, SYSTEM + tokens(80 + i, 6 + i), 16) for i in range(6))
+    )
+
+
 ALL = {
     f.__name__: f
     for f in (
@@ -128,5 +136,6 @@ ALL = {
         unshared,
         extra_key,
         siblings,
+        crowd,
     )
 }

@@ -8,7 +8,7 @@ from tests.sglang.test_outputs import BASE
 pytestmark = pytest.mark.engine
 
 WRONG = ("shared_node_dropped", "tails_swapped", "not_appended", "stock:6:11,ignore:lengths")
-HARMLESS = ("planner_error", "stock:6:11", "")
+HARMLESS = ("planner_error", "stock:6:11", "alternate", "")
 UNCHECKED = Config("faults", tuple(("siblings", fault) for fault in WRONG + HARMLESS))
 FOUND = ("tree_off_by_one", "not_appended", "shared_node_dropped")
 CHECKED = Config(
@@ -53,6 +53,13 @@ def test_five_stock_steps_then_a_prefix_step(engines, expected):
     assert steps[11]["causes"] == ["lengths"]
     assert steps[11]["requests"] == steps[5]["requests"]
     assert run.outputs["siblings", "stock:6:11"] == expected
+
+
+def test_stock_and_prefix_steps_alternate(engines, expected):
+    (run,) = engines.runs_of(UNCHECKED, PREFIX)
+    variants = [step["variant"] for step in run.steps["siblings", "alternate"]]
+    assert variants[:4] == ["prefix", "stock"] * 2
+    assert run.outputs["siblings", "alternate"] == expected
 
 
 def test_check_mode_finds_an_off_by_one_in_the_tree_reader(engines, expected):
