@@ -17,6 +17,8 @@ from sgl_prefix_attn import plugin
 from tests.sglang.fake_server import HKV, HQ, D
 
 MIB = 2**20
+STOCK_STEP = ["out_graph", "in_graph", "decode"]  # what the stock backend sees of a replay
+LIMIT = "SGL_PREFIX_ATTN_MAX_VARIANT_BS"
 
 
 class Graphs:
@@ -168,3 +170,38 @@ class GraphRunner(DecodeCudaGraphRunner):
             q.flatten(1), k, v, self.server.layer, batch, **self.options
         )
         return LogitsProcessorOutput(next_token_logits=out.clone())
+
+
+# --- captures and steps of a runner, as tests look at them ----------------------------------------
+
+
+def captured(server, **options):
+    runner = GraphRunner(server, **options)
+    runner.capture()
+    return runner
+
+
+def labels(runner):
+    return [(key.size, key.variant_label) for key in runner.backend.graphs]
+
+
+def step(runner, grown, cache=None, observe=True, **fields):
+    """One step of all requests: the batch, q, output, whether a graph replayed, stock's calls."""
+    batch = runner.live(grown)
+    vars(batch).update(fields)
+    before = len(runner.server.stock.calls)
+    if observe:
+        runner.server.observe(batch, cache)
+    q, out, replayed = runner.step(batch)
+    return batch, q, out, replayed, runner.server.stock.calls[before:]
+
+
+def assert_prefix(runner, grown, graph=True, **fields):
+    batch, q, out, replayed, calls = step(runner, grown, **fields)
+    torch.testing.assert_close(out, runner.server.expected(q, batch), rtol=1e-5, atol=1e-5)
+    assert replayed is graph and not calls
+
+
+def assert_stock(runner, grown, **options):
+    _, _, out, replayed, calls = step(runner, grown, **options)
+    assert (out == 7.0).all() and replayed and calls == STOCK_STEP

@@ -10,51 +10,25 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner.shape_key import ShapeKey
 
 from sgl_prefix_attn.envs import Settings
-from sgl_prefix_attn.records import Decision
 from tests.cpu.fake_sglang import HiRadixCache
-from tests.sglang.fake_graph_runner import MIB, GraphRunner
+from tests.sglang.fake_graph_runner import (
+    LIMIT,
+    MIB,
+    GraphRunner,
+    assert_prefix,
+    assert_stock,
+    captured,
+    labels,
+    step,
+)
 from tests.sglang.fake_server import HQ, Server
 
-STOCK_STEP = ["out_graph", "in_graph", "decode"]  # what FlashInfer sees of a replay on the fake
 OTHER_TREE = HiRadixCache()  # makes a step stock
-LIMIT = "SGL_PREFIX_ATTN_MAX_VARIANT_BS"
 
 
 @pytest.fixture
 def server(monkeypatch):
     return Server(monkeypatch)
-
-
-def captured(server, **options):
-    runner = GraphRunner(server, **options)
-    runner.capture()
-    return runner
-
-
-def labels(runner):
-    return [(key.size, key.variant_label) for key in runner.backend.graphs]
-
-
-def step(runner, grown, cache=None, observe=True, **fields):
-    """One step of all requests: the batch, q, output, whether a graph replayed, stock's calls."""
-    batch = runner.live(grown)
-    vars(batch).update(fields)
-    before = len(runner.server.stock.calls)
-    if observe:
-        runner.server.observe(batch, cache)
-    q, out, replayed = runner.step(batch)
-    return batch, q, out, replayed, runner.server.stock.calls[before:]
-
-
-def assert_prefix(runner, grown, graph=True, **fields):
-    batch, q, out, replayed, calls = step(runner, grown, **fields)
-    torch.testing.assert_close(out, runner.server.expected(q, batch), rtol=1e-5, atol=1e-5)
-    assert replayed is graph and not calls
-
-
-def assert_stock(runner, grown, **options):
-    _, _, out, replayed, calls = step(runner, grown, **options)
-    assert (out == 7.0).all() and replayed and calls == STOCK_STEP
 
 
 def decisions(server):
@@ -249,78 +223,3 @@ def test_a_layer_option_during_capture_is_stock_for_good(server, caplog):
     ]
     assert_stock(runner, 1)
     assert decisions(server) == {("stock", "layer_option:sinks")}
-
-
-# --- a prefix capture that fails -----------------------------------------------------------------
-
-PREFIX_2 = ShapeKey(2, None, "prefix")
-
-
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory"), ValueError("cannot compile")]
-)
-def test_a_failed_capture_leaves_the_larger_graphs(server, caplog, error):
-    runner = GraphRunner(server)
-    runner.backend.failing[PREFIX_2] = error
-    with caplog.at_level(logging.WARNING, logger="sgl_prefix_attn"):
-        runner.capture()
-    assert labels(runner) == [(4, None), (4, "prefix"), (2, None), (1, None)]
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert str(error) in line and "graph_capture_failed" in line and LIMIT in line
-    assert_prefix(runner, 1)
-    server.world.reqs.pop()
-    assert_stock(runner, 2)
-    assert server.backend.counters.steps[Decision("stock", "graph_capture_failed")] == 1
-
-
-def test_a_size_whose_second_label_failed_has_no_prefix_graph(server):
-    runner = GraphRunner(server)
-    runner.record_nolora_graph = True
-    runner.backend.failing[ShapeKey(4, None, "nolora+prefix")] = ValueError("cannot compile")
-    runner.capture()
-    assert_stock(runner, 1, lora_ids=["a"] * 3)
-
-
-def test_a_second_capture_does_not_trust_the_first(server):
-    captured(server)
-    runner = GraphRunner(server)
-    runner.backend.failing[ShapeKey(4, None, "prefix")] = ValueError("cannot compile")
-    runner.capture()
-    server.world.reqs[:] = server.world.reqs[:1]
-    assert_stock(runner, 1)
-
-
-def broken_context(server, runner):
-    runner.device_module.broken = True
-    return RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
-
-
-def capture_not_ended(server, runner):
-    return torch.AcceleratorError("operation failed due to a previous error during capture")
-
-
-def tensor_parallel(server, runner):
-    server.backend.variants.raise_failures = True
-    return torch.OutOfMemoryError("CUDA out of memory")
-
-
-@pytest.mark.parametrize("failure", [broken_context, capture_not_ended, tensor_parallel])
-def test_where_going_on_is_not_safe_the_start_fails_and_says_what_to_set(server, failure):
-    runner = GraphRunner(server)
-    runner.backend.failing[PREFIX_2] = error = failure(server, runner)
-    with pytest.raises(RuntimeError, match=f"batch size 2 failed.*{LIMIT} below 2") as raised:
-        runner.capture()
-    assert raised.value.__cause__ is error
-
-
-def test_a_stock_capture_that_fails_is_sglangs_own_error(server):
-    runner = GraphRunner(server)
-    runner.backend.failing[ShapeKey(2)] = error = torch.OutOfMemoryError("CUDA out of memory")
-    with pytest.raises(torch.OutOfMemoryError) as raised:
-        runner.capture()
-    assert raised.value is error
-
-
-def test_tensor_parallel_ranks_raise(monkeypatch):
-    assert not Server(monkeypatch).backend.variants.raise_failures
-    assert Server(monkeypatch, tp_size=2).backend.variants.raise_failures
