@@ -27,6 +27,7 @@ from sgl_prefix_attn.envs import Settings
 from sgl_prefix_attn.execution import build, padding_plan
 from sgl_prefix_attn.metrics import StepCounters, process_exporter
 from sgl_prefix_attn.patches import batch_requests, verify_applied
+from sgl_prefix_attn.ranks import agreement
 from sgl_prefix_attn.records import Decision
 from sgl_prefix_attn.stepstate import Step, StepPreparer
 from sgl_prefix_attn.variants import GraphVariants
@@ -81,8 +82,9 @@ class PrefixAttnBackend(AttentionBackend):
             lambda plan: self._executor.capacity.covers(plan),
             self.counters,
             graph_problem=self.variants.problem,
+            padded_size=self.variants.padded_size,
             model_problem=self._model_problem,
-            raise_faults=runner.ps.tp_size > 1,
+            agree=agreement(runner),
         )
         self._observed: Step | None = None
         self._active: Step = _UNOBSERVED

@@ -8,10 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sgl_prefix_attn.records import Decision
+from sgl_prefix_attn.records import Decision, Prediction
 
 PREFIX = "prefix"
 STOCK = "stock"
+
+# Predicted stock time over prefix time from which prefix kernels run. Both predictions err by a
+# few per cent. Where nothing is shared only a large gain is believed: such batches are many, and
+# stock kernels were made for them.
+SHARING_GAIN, UNSHARED_GAIN = 1.04, 1.10
+# After a switch the new variant stays this many steps, unless the other is predicted to be faster
+# by more than HELD_LOSS: a batch on the border must not flip with every request that comes or goes.
+HOLD_STEPS, HELD_LOSS = 32, 1.08
 
 
 @dataclass(frozen=True)
@@ -36,13 +44,25 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class BatchFacts:
-    """What decides about one decode step. Reasons are None when there is nothing against it."""
+    """What decides about one decode step. Reasons are None when there is nothing against it.
+
+    predicted  both times, None without a calibration (on a CPU)
+    shares     whether any KV entry belongs to several requests of the batch
+    running    variant of the steps before, None at the start ...
+    steps      ... and for how many steps it has run
+    """
 
     policy: str = "auto"  # SGL_PREFIX_ATTN_POLICY
     model: str | None = None  # unsupported_model()
     tree: str | None = None  # tree.unsupported_tree()
     graph: str | None = None  # variants.GraphVariants.problem(): no prefix graph of its size
     fault: str | None = None  # what went wrong while this step was planned
+    predicted: Prediction | None = None
+    shares: bool = True
+    running: str | None = None
+    steps: int = 0
+    strategy: str = "calibrated"
+    tile_set: str = "default"
 
 
 def unsupported_model(facts: ModelFacts) -> str | None:
@@ -70,13 +90,26 @@ def unsupported_model(facts: ModelFacts) -> str | None:
 
 def decide(facts: BatchFacts) -> Decision:
     """The step's kernels and why: what is unsupported first, then a forced policy, then what else
-    stands against it."""
-    unsupported = facts.model or facts.tree
-    if unsupported is not None:
-        return Decision(STOCK, unsupported)
-    if facts.policy == STOCK:
-        return Decision(STOCK, "forced")
-    against = facts.graph or facts.fault
+    stands against it, then the predicted times."""
+    against = facts.model or facts.tree
+    if against is None and facts.policy == STOCK:
+        against = "forced"
+    against = against or facts.graph or facts.fault
     if against is not None:
-        return Decision(STOCK, against)
-    return Decision(PREFIX, "forced" if facts.policy == PREFIX else "default")
+        return Decision(STOCK, against, facts.predicted)
+    if facts.policy == PREFIX:
+        return _prefix("forced", facts)
+    if facts.predicted is None:
+        return _prefix("default", facts)
+    gain = facts.predicted.stock_us / facts.predicted.prefix_us
+    faster = PREFIX if gain >= (SHARING_GAIN if facts.shares else UNSHARED_GAIN) else STOCK
+    reason = "predicted_faster" if faster == PREFIX else "predicted_slower"
+    if facts.running not in (None, faster) and facts.steps < HOLD_STEPS:
+        loss = gain if faster == PREFIX else 1 / gain
+        if loss <= HELD_LOSS:
+            faster, reason = facts.running, "held"
+    return _prefix(reason, facts) if faster == PREFIX else Decision(STOCK, reason, facts.predicted)
+
+
+def _prefix(reason: str, facts: BatchFacts) -> Decision:
+    return Decision(PREFIX, reason, facts.predicted, facts.strategy, facts.tile_set)

@@ -8,7 +8,7 @@ Arrays are numpy on the host. B is the number of requests, N the number of nodes
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -175,8 +175,23 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """Predicted microseconds a layer of both kernels."""
+
+    stock_us: float
+    prefix_us: float
+
+
+@dataclass(frozen=True)
 class Decision:
-    """Which kernels run this decode step ('prefix' or 'stock') and why."""
+    """Which kernels run this decode step ('prefix' or 'stock') and why.
+
+    predicted  what the choice rests on, None where it rests on nothing measured
+    strategy, tile_set  what a prefix step's plan is made with; None for a stock step
+    """
 
     variant: str
     reason: str
+    predicted: Prediction | None = field(default=None, compare=False)
+    strategy: str | None = field(default=None, compare=False)
+    tile_set: str | None = field(default=None, compare=False)

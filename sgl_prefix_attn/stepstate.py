@@ -1,6 +1,6 @@
 """What one decode step will do, prepared on the host before its forward pass.
 
-    requests + tree -> policy -> lifetime -> paths -> plan -> Step
+    requests + tree -> lifetime -> paths -> predicted times, plan -> policy -> Step
 
 Imports nothing of SGLang and touches no device: the backend executes the Step.
 """
@@ -10,17 +10,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from sgl_prefix_attn.calibration.predict import Predictor
 from sgl_prefix_attn.envs import Settings
 from sgl_prefix_attn.executor import PlanTooLarge
 from sgl_prefix_attn.lifetime import PlanLifetime
 from sgl_prefix_attn.metrics import KvTokens, StepCounters
+from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.policy import PREFIX, BatchFacts, decide
-from sgl_prefix_attn.records import Decision, Plan, PlanStats
+from sgl_prefix_attn.records import Decision, PathTable, Plan, PlanStats, Prediction
 from sgl_prefix_attn.tree import TreeInvariantError, check_paths, read_paths, unsupported_tree
 
 
@@ -46,10 +48,11 @@ class StepPreparer:
 
     planner       .plan(paths) -> Plan
     fits          whether the executor's workspace holds a plan
+    predictor     times of both kernels, or None: then prefix kernels run wherever they can
     graph_problem why a batch of so many requests has no prefix graph, or None
+    padded_size   rows of the graph that a batch of so many requests replays
     model_problem why no step can run prefix kernels (policy.unsupported_model), or None
-    raise_faults  raise planner errors instead of falling back: with tensor parallelism one rank
-                  must not decide alone
+    agree         whether all tensor-parallel ranks pass True; every rank calls it at the same steps
     """
 
     def __init__(
@@ -59,19 +62,27 @@ class StepPreparer:
         fits: Callable[[Plan], bool],
         counters: StepCounters,
         *,
+        predictor: Predictor | None = None,
         graph_problem: Callable[[int], str | None] = lambda batch_size: None,
+        padded_size: Callable[[int], int] = lambda batch_size: batch_size,
         model_problem: str | None = None,
-        raise_faults: bool = False,
+        agree: Callable[[bool], bool] = lambda ok: ok,
     ):
         self.settings = settings
         self.counters = counters
+        # Of the last look at the batch: until it is stale its decision and its plan stand.
         self.lifetime = PlanLifetime()
         self._planner = planner
         self._fits = fits
+        self._predictor = predictor
         self._graph_problem = graph_problem
+        self._padded_size = padded_size
         self._model_problem = model_problem
-        self._raise_faults = raise_faults
-        self._decisions: dict[tuple, Decision] = {}
+        self._agree = agree
+        self._standing: dict[tuple, tuple[BatchFacts, Decision]] = {}
+        self._looked: Decision | None = None  # what the last look decided
+        self._running: str | None = None  # variant of the last step ...
+        self._steps = 0  # ... and for how many steps without a break
         self._stats: PlanStats | None = None
         self._steps_since_plan = 0
         self._prefix_steps = 0
@@ -80,17 +91,15 @@ class StepPreparer:
         self, reqs: Sequence, tree_cache, seq_lens: np.ndarray, req_to_token: torch.Tensor
     ) -> Step:
         """The step about to run: reqs in batch order, seq_lens int [B] with its token included."""
-        decision = self._decide(tree_cache, len(reqs))
+        facts, decision = self._standing_facts(tree_cache, len(reqs))
         plan = None
         if decision.variant == PREFIX:
-            try:
-                plan = self._plan_if_stale(reqs, tree_cache, seq_lens, req_to_token)
-            except Exception as error:
-                decision = self._fault(tree_cache, error)
+            decision, plan = self._look_if_stale(facts, reqs, tree_cache, seq_lens, req_to_token)
+        self._steps = self._steps + 1 if self._running == decision.variant else 1
+        self._running = decision.variant
         if decision.variant != PREFIX:
             self._count_stock(decision, seq_lens)
             return Step(decision)
-        self.lifetime.stepped()
         self._count_prefix(decision, len(reqs), fresh=plan is not None)
         self._prefix_steps += 1
         check = self.settings.check and self._prefix_steps % self.settings.check_every == 0
@@ -100,34 +109,64 @@ class StepPreparer:
         """No step from now on can run prefix kernels."""
         self._model_problem = reason
 
-    def _decide(self, tree_cache, batch_size: int) -> Decision:
+    def _standing_facts(self, tree_cache, batch_size: int) -> tuple[BatchFacts, Decision]:
+        """What is known without looking at the batch, and the decision that it makes."""
         graph = self._graph_problem(batch_size)
-        # All that a healthy step's decision depends on: decided once, not once a step.
-        facts = (type(tree_cache), self.settings.policy, self._model_problem, graph)
-        if facts not in self._decisions:
-            self._decisions[facts] = decide(self._facts(tree_cache, graph=graph))
-        return self._decisions[facts]
+        key = (type(tree_cache), self._model_problem, graph)
+        if key not in self._standing:
+            facts = BatchFacts(
+                policy=self.settings.policy,
+                model=self._model_problem,
+                tree=unsupported_tree(tree_cache),
+                graph=graph,
+                strategy=self.settings.strategy,
+            )
+            self._standing[key] = (facts, decide(facts))
+        return self._standing[key]
 
-    def _facts(self, tree_cache, graph: str | None = None, fault: str | None = None) -> BatchFacts:
-        return BatchFacts(
-            policy=self.settings.policy,
-            model=self._model_problem,
-            tree=unsupported_tree(tree_cache),
-            graph=graph,
-            fault=fault,
-        )
+    def _look_if_stale(
+        self, facts: BatchFacts, reqs, tree_cache, seq_lens, req_to_token
+    ) -> tuple[Decision, Plan | None]:
+        """Decision of this step, with a plan where a new one is needed."""
+        plan, fault, cause = None, None, None
+        try:
+            if self.settings.check:
+                check_paths(read_paths(reqs, tree_cache, seq_lens), reqs, tree_cache, req_to_token)
+            cause = self.lifetime.stale(reqs, seq_lens)
+            if cause is not None:
+                # Until the look has succeeded there is none: a failed try must look again.
+                self.lifetime.invalidate(cause)
+                self._looked, plan = self._look(facts, cause, reqs, tree_cache, seq_lens)
+        except Exception as error:
+            fault = error
+        # Ranks share requests, lengths and calibration, so they get here at the same steps.
+        if cause is not None or self.settings.check:
+            if not self._agree(fault is None):
+                self.lifetime.invalidate("mapping")
+                return decide(replace(facts, fault=self._reason_of(fault))), None
+        self.lifetime.stepped()
+        return self._looked, plan
 
-    def _plan_if_stale(self, reqs, tree_cache, seq_lens, req_to_token) -> Plan | None:
-        if self.settings.check:
-            check_paths(read_paths(reqs, tree_cache, seq_lens), reqs, tree_cache, req_to_token)
-        cause = self.lifetime.stale(reqs, seq_lens)
-        if cause is None:
-            return None
-        # Until the new plan is known to be good the step has none: a failed try must plan again.
-        self.lifetime.invalidate(cause)
+    def _look(
+        self, facts: BatchFacts, cause: str, reqs, tree_cache, seq_lens
+    ) -> tuple[Decision, Plan | None]:
+        """Read the tree, predict, and plan unless no plan could win."""
         start = time.perf_counter()
-        plan = self._planner.plan(read_paths(reqs, tree_cache, seq_lens))
+        paths = read_paths(reqs, tree_cache, seq_lens)
+        if self._predictor is not None and facts.policy != PREFIX:
+            facts, unique = self._with_stock_time(facts, paths)
+            decision = decide(self._with_prefix_time(facts, self._predictor.least_prefix(unique)))
+            if decision.variant != PREFIX:
+                self.lifetime.planned(reqs, seq_lens, self.settings.headroom)
+                return decision, None
+        plan = self._planner.plan(paths)
+        if facts.predicted is not None:
+            facts = self._with_prefix_time(facts, self._predictor.prefix(plan.work))
+        decision = decide(facts)
         self.counters.plan(cause, time.perf_counter() - start)
+        if decision.variant != PREFIX:
+            self.lifetime.planned(reqs, seq_lens, self.settings.headroom)
+            return decision, None
         if not self._fits(plan):
             raise PlanTooLarge(
                 f"{plan.words.size} words, {plan.num_index_slots} index slots and "
@@ -135,27 +174,49 @@ class StepPreparer:
             )
         self.lifetime.planned(reqs, seq_lens, plan.appends_left)
         self._stats = plan.stats
-        return plan
+        return decision, plan
 
-    def _fault(self, tree_cache, error: Exception) -> Decision:
-        if isinstance(error, TreeInvariantError):
+    def _with_stock_time(self, facts: BatchFacts, paths: PathTable) -> tuple[BatchFacts, int]:
+        """Facts with the stock kernels' time, and the batch's unique KV tokens."""
+        forest = build_forest(paths)
+        unique = int(
+            (forest.end - forest.start).sum() + (forest.seq_lens - forest.tail_start).sum()
+        )
+        batch = paths.seq_lens.size
+        rows = np.ones(max(batch, self._padded_size(batch)), np.int64)
+        rows[:batch] = paths.seq_lens
+        known = replace(
+            facts,
+            predicted=Prediction(self._predictor.stock(rows, unique), float("inf")),
+            shares=forest.parent.size > 0,
+            running=self._running,
+            steps=self._steps,
+        )
+        return known, unique
+
+    @staticmethod
+    def _with_prefix_time(facts: BatchFacts, us: float) -> BatchFacts:
+        return replace(facts, predicted=replace(facts.predicted, prefix_us=us))
+
+    def _reason_of(self, fault: Exception | None) -> str:
+        """Why a look failed, on this rank or (None) on another; logged the first time."""
+        if fault is None:
+            reason, fault = "other_rank", RuntimeError("another tensor-parallel rank failed")
+        elif isinstance(fault, TreeInvariantError):
             reason = "check_failed"
-        elif isinstance(error, PlanTooLarge):
+        elif isinstance(fault, PlanTooLarge):
             reason = "plan_too_large"
         else:
             reason = "planner_error"
-        # A workspace overflow follows from replicated inputs alone, so all ranks agree on it.
-        if self._raise_faults and reason != "plan_too_large":
-            raise error
         self.counters.log_once(
             reason,
             logging.ERROR,
             "decode steps fall back to stock attention (%s): %s",
             reason,
-            error,
-            exc_info=error,
+            fault,
+            exc_info=fault,
         )
-        return decide(self._facts(tree_cache, fault=reason))
+        return reason
 
     def _count_prefix(self, decision: Decision, batch_size: int, fresh: bool) -> None:
         self._steps_since_plan = 0 if fresh else self._steps_since_plan + 1

@@ -52,6 +52,11 @@ class GraphVariants:
             return None
         return "graph_batch_size" if self._sizes[at] > self.max_bs else "graph_capture_failed"
 
+    def padded_size(self, batch_size: int) -> int:
+        """Rows of the graph that a batch of so many requests replays; its own size without one."""
+        at = bisect_left(self._sizes, batch_size)
+        return self._sizes[at] if at < len(self._sizes) else batch_size
+
     def capture(
         self, size: int, sizes: Sequence[int], capture_one: Callable[[], None], device
     ) -> None:

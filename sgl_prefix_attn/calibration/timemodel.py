@@ -40,6 +40,8 @@ PREFIX_COEFFICIENTS = (
     ("shared_chain", 1.0, 0.05, 20.0),
     ("norm", 1.5, 1.0, 20.0),
 )
+# Logarithm; a correction beyond it is an extrapolation, not knowledge.
+_LARGEST_CORRECTION = 0.15
 LENGTH_SCALE = 1.5  # of the correction, in standard deviations of a feature
 
 
@@ -84,8 +86,19 @@ def predict_prefix(model: TimeModel, work: PlanWork, costs: CostModel) -> float:
     return _corrected(model, us, prefix_features(work, us))
 
 
+def least_prefix(model: TimeModel, unique: int, costs: CostModel) -> float:
+    """Microseconds a layer below which no plan over `unique` KV tokens is predicted: the launch
+    and the bytes alone, less what the correction may take off."""
+    named = dict(zip((name for name, *_ in PREFIX_COEFFICIENTS), model.coefficients, strict=True))
+    us = named["launch"] + named["bandwidth"] * costs.kv_token * unique
+    return us if model.correction is None else us * math.exp(-_LARGEST_CORRECTION)
+
+
 def _corrected(model: TimeModel, us: float, features: np.ndarray) -> float:
-    return us if model.correction is None else us * math.exp(model.correction(features))
+    if model.correction is None:
+        return us
+    missed = model.correction(features)
+    return us * math.exp(min(max(missed, -_LARGEST_CORRECTION), _LARGEST_CORRECTION))
 
 
 def stock_physical(c, work: StockWork, costs: CostModel) -> float:

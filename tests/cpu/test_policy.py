@@ -4,8 +4,17 @@ import dataclasses
 
 import pytest
 
-from sgl_prefix_attn.policy import BatchFacts, ModelFacts, decide, unsupported_model
-from sgl_prefix_attn.records import Decision
+from sgl_prefix_attn.policy import (
+    HELD_LOSS,
+    HOLD_STEPS,
+    SHARING_GAIN,
+    UNSHARED_GAIN,
+    BatchFacts,
+    ModelFacts,
+    decide,
+    unsupported_model,
+)
+from sgl_prefix_attn.records import Decision, Prediction
 
 LLAMA = ModelFacts(
     head_configs=1,
@@ -70,3 +79,53 @@ def test_every_unsupported_property_has_its_reason(change, reason):
 def test_decisions(facts, decision):
     assert decide(facts) == decision
     assert decide(facts) == decide(dataclasses.replace(facts)), "equal facts, equal decision"
+
+
+def at(gain, **facts):
+    return decide(BatchFacts(predicted=Prediction(10.0 * gain, 10.0), **facts))
+
+
+FASTER, SLOWER = Decision("prefix", "predicted_faster"), Decision("stock", "predicted_slower")
+
+
+def test_prefix_runs_where_it_is_predicted_to_win_by_more_than_the_predictions_err():
+    assert at(SHARING_GAIN + 0.01) == FASTER
+    assert at(SHARING_GAIN - 0.01) == SLOWER
+    assert at(SHARING_GAIN + 0.01, shares=False) == SLOWER
+    assert at(UNSHARED_GAIN + 0.01, shares=False) == FASTER
+
+
+def test_a_decision_says_what_it_rests_on():
+    decision = at(2.0, strategy="pat", tile_set="default")
+    assert (decision.predicted, decision.strategy, decision.tile_set) == (
+        Prediction(20.0, 10.0), "pat", "default",
+    )  # fmt: skip
+    assert at(0.5).predicted == Prediction(5.0, 10.0) and at(0.5).strategy is None
+
+
+@pytest.mark.parametrize("policy", ["prefix", "stock"])
+def test_a_forced_policy_overrules_the_prediction(policy):
+    assert at(2.0, policy=policy) == at(0.5, policy=policy) == Decision(policy, "forced")
+
+
+def test_a_variant_is_held_for_some_steps_unless_that_costs_much():
+    slightly = 1 + (HELD_LOSS - 1) / 2
+    assert at(slightly, running="stock", steps=HOLD_STEPS - 1) == Decision("stock", "held")
+    assert at(slightly, running="stock", steps=HOLD_STEPS) == FASTER
+    assert at(HELD_LOSS + 0.01, running="stock", steps=1) == FASTER
+    assert at(1 / slightly, running="prefix", steps=1) == Decision("prefix", "held")
+    assert at(1 / (HELD_LOSS + 0.01), running="prefix", steps=1) == SLOWER
+    assert at(slightly, running="prefix", steps=1) == FASTER, "nothing to hold against"
+
+
+def test_a_batch_on_the_border_does_not_flip():
+    """Gains drawn around the border: at most one switch every HOLD_STEPS steps."""
+    running, steps, switches = None, 0, []
+    for step in range(1000):
+        decision = at(SHARING_GAIN + 0.02 * (-1) ** step, running=running, steps=steps)
+        if decision.variant != running:
+            switches.append(step)
+            running, steps = decision.variant, 0
+        steps += 1
+    assert len(switches) > 2
+    assert min(b - a for a, b in zip(switches, switches[1:], strict=False)) >= HOLD_STEPS

@@ -10,9 +10,8 @@ from sgl_prefix_attn.envs import Settings
 from sgl_prefix_attn.executor import Capacity
 from sgl_prefix_attn.metrics import PrometheusExporter, StepCounters
 from sgl_prefix_attn.plan import Planner
-from sgl_prefix_attn.records import Decision, HeadConfig
+from sgl_prefix_attn.records import Decision, HeadConfig, Prediction
 from sgl_prefix_attn.stepstate import StepPreparer
-from sgl_prefix_attn.tree import TreeInvariantError
 from sgl_prefix_attn.tuning import default_costs, default_tile_set
 from tests.cpu.fake_sglang import HiRadixCache, World
 
@@ -129,15 +128,42 @@ def test_a_failed_replan_does_not_revive_the_plan_before(world):
     assert again.is_prefix and again.new_plan is not None
 
 
-def test_with_tensor_parallelism_a_planner_error_is_raised(world):
-    steps = preparer(plan_with=Failing(1), raise_faults=True)
-    with pytest.raises(ZeroDivisionError):
-        run(steps, world, 1)
+class Ranks:
+    """Stands for the other tensor-parallel ranks: what they say, and what this one told them."""
+
+    def __init__(self, *others):
+        self.others, self.told = list(others), []
+
+    def __call__(self, ok):
+        self.told.append(ok)
+        return ok and (self.others.pop(0) if self.others else True)
+
+
+def test_a_planner_error_on_one_rank_is_a_stock_step_on_all(world):
+    here, there = Ranks(), Ranks(False)
+    failing = preparer(plan_with=Failing(1), agree=here)
+    other = preparer(agree=there)
+    assert run(failing, world, 1).decision == ERROR
+    assert run(other, world, 1).decision == Decision("stock", "other_rank")
+    assert here.told == [False] and there.told == [True]
+    # The next step plans anew on both, though the other rank's first plan was good.
+    assert run(failing, world, 2).new_plan is not None
+    assert run(other, world, 2).new_plan is not None
+
+
+def test_ranks_talk_only_when_the_batch_was_looked_at(world):
+    ranks = Ranks()
+    steps = preparer(agree=ranks)
+    for grown in (1, 2, 3):
+        run(steps, world, grown)
+    world.reqs.pop()
+    run(steps, world, 4)
+    assert ranks.told == [True, True]
 
 
 def test_a_plan_that_does_not_fit_is_a_stock_step_on_every_rank(world):
     small = Capacity(words=10_000, index_slots=16, partials=100)
-    steps = preparer(fits=small.covers, raise_faults=True)
+    steps = preparer(fits=small.covers)
     assert run(steps, world, 1).decision == Decision("stock", "plan_too_large")
 
 
@@ -152,11 +178,11 @@ def test_check_mode_verifies_every_step_and_names_the_place(world, caplog):
     assert run(steps, world, 3).new_plan is not None, "the failed step was not appended"
 
 
-def test_check_mode_with_tensor_parallelism_raises(world):
-    steps = preparer(Settings(check=True), raise_faults=True)
-    world.reqs[0].cache_protected_len += 1
-    with pytest.raises(TreeInvariantError):
-        run(steps, world, 1)
+def test_check_mode_asks_the_other_ranks_every_step(world):
+    ranks = Ranks(True, False)
+    steps = preparer(Settings(check=True), agree=ranks)
+    assert run(steps, world, 1).is_prefix
+    assert run(steps, world, 2).decision == Decision("stock", "other_rank")
 
 
 def test_cross_checks_every_nth_prefix_step(world):
@@ -205,3 +231,84 @@ def test_a_steady_step_neither_reads_the_tree_nor_plans(world, monkeypatch):
         step = run(steps, world, grown)
         assert step.is_prefix and step.new_plan is None
     assert steps.counters.steps == {DEFAULT: 101}
+
+
+class Times:
+    """A predictor with given microseconds; remembers what it was asked."""
+
+    def __init__(self, stock, prefix, least=1.0):
+        self.stock_us, self.prefix_us, self.least_us = stock, prefix, least
+        self.asked = []
+
+    def stock(self, seq_lens, unique):
+        self.asked.append((seq_lens.tolist(), unique))
+        return self.stock_us
+
+    def prefix(self, work):
+        assert work.tail_tokens + work.shared_tokens > 0
+        return self.prefix_us
+
+    def least_prefix(self, unique):
+        return self.least_us
+
+
+SLOWER, FASTER = Decision("stock", "predicted_slower"), Decision("prefix", "predicted_faster")
+
+
+def test_the_predicted_times_choose(world):
+    times = Times(stock=30.0, prefix=20.0)
+    steps = preparer(predictor=times, padded_size=lambda batch: 8)
+    first = run(steps, world, 1)
+    assert first.decision == FASTER and first.new_plan is not None
+    assert first.decision.predicted == Prediction(30.0, 20.0)
+    assert first.decision.strategy == "calibrated"
+    # Lengths with the graph's padding rows; 40 shared tokens counted once.
+    assert times.asked == [([42] * 4 + [1] * 4, 40 + 4 * 2)]
+    assert run(steps, world, 2).new_plan is None and len(times.asked) == 1, "a steady step"
+
+
+def test_no_plan_is_made_where_none_could_win(world):
+    steps = preparer(plan_with=Failing(1), predictor=Times(stock=10.0, prefix=5.0, least=9.9))
+    assert [run(steps, world, grown).decision for grown in (1, 2)] == [SLOWER, SLOWER]
+    assert not steps.counters.plans
+
+
+def test_a_stock_batch_is_looked_at_again_when_it_changes_or_has_grown(world):
+    times = Times(stock=10.0, prefix=20.0)
+    steps = preparer(Settings(headroom=3), predictor=times)
+    looks = []
+    for grown in range(1, 9):
+        assert run(steps, world, grown).decision == SLOWER
+        looks.append(len(times.asked))
+    assert looks == [1, 1, 1, 1, 2, 2, 2, 2]
+    world.reqs.pop()
+    run(steps, world, 9)
+    assert len(times.asked) == 3
+
+
+def test_a_switch_to_prefix_plans_for_the_tokens_that_stock_steps_appended(world):
+    times = Times(stock=10.0, prefix=20.0)
+    steps = preparer(Settings(headroom=2), predictor=times)
+    for grown in (1, 2, 3):
+        assert not run(steps, world, grown).is_prefix
+    times.stock_us = 60.0
+    step = run(steps, world, 4)
+    assert step.decision == FASTER
+    assert step.new_plan.seq_lens.tolist() == world.seq_lens(4).tolist()
+
+
+def test_another_batch_in_between_does_not_lend_its_decision(world):
+    sizes = {4: None, 3: "graph_batch_size"}
+    steps = preparer(graph_problem=lambda batch: sizes[batch])
+    assert run(steps, world, 1).is_prefix
+    gone = world.reqs.pop()
+    assert run(steps, world, 1).decision == Decision("stock", "graph_batch_size")
+    world.reqs.append(gone)
+    assert run(steps, world, 2).decision == DEFAULT
+
+
+def test_a_forced_policy_asks_no_predictor(world):
+    times = Times(stock=10.0, prefix=20.0)
+    steps = preparer(Settings(policy="prefix"), predictor=times)
+    assert run(steps, world, 1).decision == Decision("prefix", "forced")
+    assert not times.asked
