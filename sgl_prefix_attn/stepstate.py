@@ -112,7 +112,7 @@ class StepPreparer:
     def _standing_facts(self, tree_cache, batch_size: int) -> tuple[BatchFacts, Decision]:
         """What is known without looking at the batch, and the decision that it makes."""
         graph = self._graph_problem(batch_size)
-        key = (type(tree_cache), self._model_problem, graph)
+        key = (type(tree_cache), self.settings.policy, self._model_problem, graph)
         if key not in self._standing:
             facts = BatchFacts(
                 policy=self.settings.policy,
