@@ -12,20 +12,26 @@ CPU_SMS = 4
 
 
 def default_tile_set(device: torch.device | str, heads: HeadConfig) -> TileSet:
-    """Tiles for a device and head configuration, as measured on an H100 (docs/kernel-log.md); on a
-    CPU a small set that exercises splits, row tiles and packed tails."""
+    """Tiles for a device and head configuration: gpu_tile_set, or on a CPU a small set that
+    exercises splits, row tiles and packed tails."""
     device = torch.device(device)
-    tail_m = max(16, _power_of_two_above(heads.group_size))
-    requests = _power_of_two_below(tail_m // heads.group_size)
-    if device.type != "cuda":
-        return TileSet(
-            shared=tuple(TileConfig(max(m, tail_m), 32) for m in (16, 64)),
-            tail=TileConfig(tail_m, 32, requests=1),
-            packed_tail=TileConfig(tail_m, 32, requests=requests) if requests > 1 else None,
-            packed_len=32,
-            packed_tickets=1,
-            num_sms=CPU_SMS,
-        )
+    if device.type == "cuda":
+        return gpu_tile_set(torch.cuda.get_device_properties(device).multi_processor_count, heads)
+    tail_m, requests = _tail_rows(heads)
+    return TileSet(
+        shared=tuple(TileConfig(max(m, tail_m), 32) for m in (16, 64)),
+        tail=TileConfig(tail_m, 32, requests=1),
+        packed_tail=TileConfig(tail_m, 32, requests=requests) if requests > 1 else None,
+        packed_len=32,
+        packed_tickets=1,
+        num_sms=CPU_SMS,
+    )
+
+
+def gpu_tile_set(num_sms: int, heads: HeadConfig) -> TileSet:
+    """Tiles for a GPU of num_sms multiprocessors, as measured on an H100 (docs/kernel-log.md);
+    needs no GPU."""
+    tail_m, requests = _tail_rows(heads)
     rows = max(64, tail_m)
     # Short KV wants many small CTAs, so fewer registers each; long KV wants large blocks. Wide
     # heads need twice the warps to hold their accumulators in registers.
@@ -42,7 +48,7 @@ def default_tile_set(device: torch.device | str, heads: HeadConfig) -> TileSet:
             if requests > 1
             else None
         ),
-        num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
+        num_sms=num_sms,
     )
 
 
@@ -51,6 +57,12 @@ def default_costs(device: torch.device | str, heads: HeadConfig, kv_bytes: int =
     device = torch.device(device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return CostModel.for_gpu(name, heads, kv_bytes)
+
+
+def _tail_rows(heads: HeadConfig) -> tuple[int, int]:
+    """(rows of a tails tile, requests that fit into it side by side)."""
+    tail_m = max(16, _power_of_two_above(heads.group_size))
+    return tail_m, _power_of_two_below(tail_m // heads.group_size)
 
 
 def _power_of_two_above(n: int) -> int:

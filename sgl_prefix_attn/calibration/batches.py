@@ -78,7 +78,7 @@ def draw(seed: int, count: int, pool_tokens: int, page_size: int = 1) -> list[Ba
 def _draw_one(rng, lengths: str, sharing: str, size: int, mean: int, page_size: int) -> PathTable:
     if sharing == "none":
         private = np.maximum(SHORTEST, _lengths(rng, lengths, size, mean))
-        return _table([], np.full(size, -1), np.zeros(size), private)
+        return path_table([], np.full(size, -1), np.zeros(size), private)
     share = rng.uniform(0, 0.95)
     levels = {"prompt": 1, "groups": 1, "levels": int(rng.integers(2, 5))}[sharing]
     # Nodes of a level; each request hangs below one of the last level, those below theirs evenly.
@@ -98,7 +98,7 @@ def _draw_one(rng, lengths: str, sharing: str, size: int, mean: int, page_size: 
         first_above = first
     leaf = first_above + rng.permutation(np.arange(size) * counts[-1] // size)
     private = _lengths(rng, lengths, size, max(1, round((1 - share) * mean)))
-    return _table(nodes, leaf, np.full(size, parts.sum()), private)
+    return path_table(nodes, leaf, np.full(size, parts.sum()), private)
 
 
 def _lengths(rng, family: str, size: int, mean: int) -> np.ndarray:
@@ -120,7 +120,8 @@ def _log_uniform(rng, low: int, high: int) -> int:
     return int(round(np.exp(rng.uniform(np.log(low), np.log(high)))))
 
 
-def _table(nodes, leaf, prefix, private) -> PathTable:
+def path_table(nodes, leaf, prefix, private) -> PathTable:
+    """nodes [(parent, tokens)], leaf [B], KV tokens [B] on each request's path and of its own."""
     columns = np.array(nodes, np.int32).reshape(-1, 2)
     return PathTable(
         parent=columns[:, 0].copy(),

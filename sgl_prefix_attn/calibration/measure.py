@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,13 +72,18 @@ class BatchMeter:
         """Both times of a batch. Raises RuntimeError when the results differ."""
         slots, num_slots = _slots(batch.paths, self.page_size, self.device)
         layers = self._layers(num_slots)
-        stock = LayerTimer(self._stock(batch, slots, layers), len(layers), self.device, True)
+        stock = self._stock_timer(batch, slots, layers)
         plan = self.planner.plan(batch.paths)
-        prefix = LayerTimer(self._prefix(plan, slots, layers), len(layers), self.device, True)
+        prefix = self._prefix_timer(plan, batch.paths, slots, layers)
         stock.replay()
         prefix.replay()
         _compare(batch, stock.outs[0], prefix.outs[0])
         return Measurement(stock_us=stock.us(), prefix_us=prefix.us())
+
+    def prefix_us(self, plan: Plan, paths: PathTable) -> float:
+        """Time of any plan over the KV of `paths`; its results are not looked at."""
+        slots, num_slots = _slots(paths, self.page_size, self.device)
+        return self._prefix_timer(plan, paths, slots, self._layers(num_slots)).us()
 
     def _layers(self, num_slots: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """K and V of as many layers as it takes to leave the L2 cache."""
@@ -88,11 +92,11 @@ class BatchMeter:
         parts = [slice(i * num_slots, (i + 1) * num_slots) for i in range(count)]
         return [(self._k[part], self._v[part]) for part in parts]
 
-    def _prefix(self, plan: Plan, slots, layers) -> Callable[[int], torch.Tensor]:
-        q = self._q[: plan.batch_size]
+    def _prefix_timer(self, plan: Plan, paths: PathTable, slots, layers) -> LayerTimer:
+        q = self._q[: paths.seq_lens.size]
         outs = [torch.empty_like(q) for _ in layers]
-        seq_lens = torch.from_numpy(plan.seq_lens).to(self.device)
-        rows = torch.arange(plan.batch_size, device=self.device)
+        seq_lens = torch.from_numpy(paths.seq_lens).to(self.device)
+        rows = torch.arange(paths.seq_lens.size, device=self.device)
         self._executor.load(plan, slots, rows)
 
         def run(layer: int) -> torch.Tensor:
@@ -101,9 +105,9 @@ class BatchMeter:
             self._executor.run(q, k, v, seq_lens, outs[layer], sm_scale=sm_scale)
             return outs[layer]
 
-        return run
+        return LayerTimer(run, len(layers), self.device, True)
 
-    def _stock(self, batch: Batch, slots, layers) -> Callable[[int], torch.Tensor]:
+    def _stock_timer(self, batch: Batch, slots, layers) -> LayerTimer:
         """FlashInfer's decode as SGLang's backend plans it: pages of one token, CUDA-graph mode."""
         import flashinfer
 
@@ -140,7 +144,7 @@ class BatchMeter:
             k, v = layers[layer]
             return wrapper.run(q, (k.unsqueeze(1), v.unsqueeze(1)), out=outs[layer])
 
-        return run
+        return LayerTimer(run, len(layers), self.device, True)
 
 
 def _slots(paths: PathTable, page_size: int, device) -> tuple[torch.Tensor, int]:
