@@ -1,8 +1,8 @@
 """python -m eval.report RESULT.json... [--readme README.md] [--check]: tables from result files.
 
-Prints Markdown for kernel, engine and trace results. With --readme it replaces what stands between
-`<!-- bench:begin -->` and `<!-- bench:end -->`; with --check it changes nothing and exits with 1
-when the README says anything else than the files.
+Prints Markdown for kernel, engine, trace and policy results. With --readme it replaces what stands
+between `<!-- bench:begin -->` and `<!-- bench:end -->`; with --check it changes nothing and exits
+with 1 when the README says anything else than the files.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from pathlib import Path
 from eval import provenance
 from eval.bench_kernel import summary
 from eval.bench_trace import summary as trace_summary
+from eval.policy_holdout import text as policy_text
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 
 def markdown(results: list[tuple[str, dict]]) -> str:
     """(file name, result) pairs as Markdown, one section a file. Raises ValueError for a result
-    of anything else than kernels, engines and traces."""
+    of anything else than kernels, engines, traces and the policy."""
     return "\n\n".join(_section(name, result) for name, result in results) + "\n"
 
 
@@ -41,8 +42,13 @@ def _section(name: str, result: dict) -> str:
         body = [_trace_table(result["rows"], result["meta"])]
     elif "tpot_ms" in first:
         body = [_engine_table(result["rows"])]
+    elif "predicted_stock_us" in first:
+        body = _policy_tables(result["summary"], result["meta"])
     else:
-        raise ValueError(f"{name}: its rows are no times of kernels, engines or a trace's requests")
+        raise ValueError(
+            f"{name}: its rows are no times of kernels, engines, a trace's requests or the "
+            "policy's batches"
+        )
     return "\n\n".join([*body, _source(name, result["meta"])])
 
 
@@ -193,6 +199,29 @@ def _trace_table(rows: list[dict], meta: dict) -> str:
         f"{entries[0]['alternations']} alternations, with their ratio to {stock}'s for medians and "
         f"their place in the range of {stock}'s alternations for p99.\n\n"
     ) + "\n".join(lines)
+
+
+def _policy_tables(summary: dict, meta: dict) -> list[str]:
+    """The policy on held-out batches: numbers beside what is wanted, and by kind of sharing."""
+    setup, calibration = meta["setup"], meta["calibration"]
+    seeds = ", ".join(map(str, setup["seeds"]))
+    head = (
+        f"{setup['heads']} heads, head dim {setup['head_dim']}, {setup['dtype']}, page size "
+        f"{setup['page_size']}: {setup['batches']} batches of each of the seeds {seeds}, judged by "
+        f"a {calibration['source']} calibration of {calibration['samples']} other batches. Regret "
+        "is the time of the chosen kernels over the time of the faster ones."
+    )
+    if summary["all"] is None:
+        return [head, f"All {summary['failed']} batches failed."]
+    lines = [_line("", "all batches", "mean over seeds (95 %)", "wanted"), _line(*["---"] * 4)]
+    lines += [_line(*cells) for cells in policy_text.numbers(summary)]
+    columns = ("batches", "prefix chosen", "regret", "worst", "faster than always stock")
+    kinds = [_line("sharing", *columns), _line(*["---"] * (len(columns) + 1))]
+    for name, entry in summary["sharing"].items():
+        cells = (entry["batches"], entry["prefix_chosen"])
+        ratios = (f"{entry['regret']:.4f}", f"{entry['worst']:.3f}", f"{entry['over_stock']:.3f}x")
+        kinds.append(_line(name, *map(str, cells), *ratios))
+    return [head, "\n".join(lines), "\n".join(kinds)]
 
 
 def _line(*cells: str) -> str:

@@ -1,0 +1,1 @@
+"""How good the policy's choices are on batches that its calibration has not seen."""

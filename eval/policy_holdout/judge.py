@@ -1,0 +1,141 @@
+"""What the rows say about the policy; pure functions. Times are microseconds a layer.
+
+Regret is the time of the chosen kernels over the time of the faster ones, both measured.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+
+from eval.bench_kernel.summary import geometric_mean
+from sgl_prefix_attn.calibration.fit import log_rms
+
+WORST_REGRET = 1.10
+ABOVE = (1.02, 1.05, WORST_REGRET)
+# A batch may be slower than under stock kernels by the larger of a share and microseconds.
+SLOWER, SLOWER_UNSHARED = (0.03, 2.0), (0.01, 1.0)
+PERCENTILES = (0, 1, 5, 50, 95, 99, 100)
+
+
+def chosen_us(row: dict) -> float:
+    return row["stock_us"] if row["variant"] == "stock" else row["prefix_us"]
+
+
+def regret(row: dict) -> float:
+    return chosen_us(row) / min(row["stock_us"], row["prefix_us"])
+
+
+def is_slower(row: dict) -> bool:
+    """Slower than stock kernels by more than any batch may be."""
+    return _exceeds(row, SLOWER)
+
+
+def is_unshared_slower(row: dict) -> bool:
+    """Nothing is shared, and it is slower by more than such a batch may be."""
+    return row["unique"] == row["tokens"] and _exceeds(row, SLOWER_UNSHARED)
+
+
+def _exceeds(row: dict, limit: tuple[float, float]) -> bool:
+    share, us = limit
+    return chosen_us(row) - row["stock_us"] > max(share * row["stock_us"], us)
+
+
+def faults(row: dict) -> list[str]:
+    """Everything that is wrong with a row's choice, or its error."""
+    if row["error"] is not None:
+        return [row["error"]]
+    found = []
+    if regret(row) > WORST_REGRET:
+        found.append(f"regret {regret(row):.3f}")
+    slower = chosen_us(row) - row["stock_us"]
+    if is_slower(row) or is_unshared_slower(row):
+        found.append(f"{slower:.1f} us slower than stock")
+    return found
+
+
+def summarise(rows: list[dict]) -> dict:
+    """Figures of all measured rows, of each seed and family, over the seeds, and of prediction.
+
+    Rows with an error count as failed and nowhere else; without any other row "all" is None.
+    """
+    measured = [row for row in rows if row["error"] is None]
+    seeds = _by(measured, lambda row: str(row["seed"]))
+    return {
+        "failed": len(rows) - len(measured),
+        "all": figures(measured) if measured else None,
+        "seeds": seeds,
+        "over_seeds": over_seeds(list(seeds.values())),
+        "families": _by(measured, lambda row: row["name"]),
+        "sharing": _by(measured, lambda row: row["name"].partition("/")[2]),
+        "decisions": dict(Counter(f"{row['variant']}:{row['reason']}" for row in measured)),
+        "decided_without_plan": sum(not row["planned"] for row in measured),
+        "prediction": {
+            kernels: _quality(
+                np.array([row[f"predicted_{kernels}_us"] for row in measured]),
+                np.array([row[f"{kernels}_us"] for row in measured]),
+            )
+            for kernels in ("stock", "prefix")
+            if measured
+        },
+    }
+
+
+def figures(rows: list[dict]) -> dict[str, float]:
+    """Of rows that were measured, at least one."""
+    regrets = [regret(row) for row in rows]
+    best = [min(row["stock_us"], row["prefix_us"]) for row in rows]
+    chosen = [chosen_us(row) for row in rows]
+    stock, prefix = ([row[name] for row in rows] for name in ("stock_us", "prefix_us"))
+    return {
+        "batches": len(rows),
+        "prefix_chosen": sum(row["variant"] == "prefix" for row in rows),
+        "regret": geometric_mean(regrets),
+        "worst": max(regrets),
+        **{f"above_{limit:.2f}": float(np.mean(np.array(regrets) > limit)) for limit in ABOVE},
+        "slower": sum(map(is_slower, rows)),
+        "unshared_slower": sum(map(is_unshared_slower, rows)),
+        "over_stock": geometric_mean(np.divide(stock, chosen)),
+        "over_prefix": geometric_mean(np.divide(prefix, chosen)),
+        "oracle_over_stock": geometric_mean(np.divide(stock, best)),
+        "oracle_over_prefix": geometric_mean(np.divide(prefix, best)),
+    }
+
+
+def over_seeds(seeds: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Mean of every figure over seeds, and its 95 % confidence interval (Student's t); empty for
+    fewer than two seeds."""
+    if len(seeds) < 2:
+        return {}
+    from scipy.stats import t
+
+    quantile = t.ppf(0.975, len(seeds) - 1)
+    result = {}
+    for name in seeds[0]:
+        values = np.array([entry[name] for entry in seeds], np.float64)
+        half = quantile * values.std(ddof=1) / np.sqrt(len(values))
+        mean = values.mean()
+        result[name] = {
+            "mean": float(mean),
+            "low": float(mean - half),
+            "high": float(mean + half),
+        }
+    return result
+
+
+def _by(rows: list[dict], key: Callable[[dict], str]) -> dict[str, dict[str, float]]:
+    groups: dict[str, list[dict]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return {name: figures(group) for name, group in groups.items()}
+
+
+def _quality(predicted: np.ndarray, measured: np.ndarray) -> dict:
+    """Of predicted / measured: rms of its logarithm, and percentiles."""
+    values = np.percentile(predicted / measured, PERCENTILES)
+    return {
+        "rms": log_rms(predicted, measured),
+        "percentiles": {f"p{p}": float(v) for p, v in zip(PERCENTILES, values, strict=True)},
+    }

@@ -1,0 +1,48 @@
+"""What a server that sees a batch for the first time predicts and decides about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sgl_prefix_attn.calibration.predict import Predictor
+from sgl_prefix_attn.plan import Planner
+from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.policy import STOCK, BatchFacts, decide
+from sgl_prefix_attn.records import Decision, PathTable, Prediction
+
+
+@dataclass(frozen=True)
+class Look:
+    """planned: whether the decision took a plan; `predicted` rests on one in either case."""
+
+    predicted: Prediction
+    decision: Decision
+    planned: bool
+
+
+def facts_without_plan(predictor: Predictor, paths: PathTable) -> BatchFacts:
+    """Facts with the stock kernels' time and the least that any plan may take.
+
+    The batch fills its graph: no padding rows. Nothing ran before, so nothing is held.
+    """
+    forest = build_forest(paths)
+    unique = int((forest.end - forest.start).sum() + (forest.seq_lens - forest.tail_start).sum())
+    rows = paths.seq_lens.astype(np.int64)
+    return BatchFacts(
+        predicted=Prediction(predictor.stock(rows, unique), predictor.least_prefix(unique)),
+        shares=forest.parent.size > 0,
+    )
+
+
+def look(predictor: Predictor, planner: Planner, paths: PathTable) -> Look:
+    """As stepstate.StepPreparer decides its first step (tests/cpu/test_policy_holdout.py)."""
+    facts = facts_without_plan(predictor, paths)
+    decision = decide(facts)
+    planned = decision.variant != STOCK
+    prefix_us = predictor.prefix(planner.plan(paths).work)
+    predicted = replace(facts.predicted, prefix_us=prefix_us)
+    if planned:
+        decision = decide(replace(facts, predicted=predicted))
+    return Look(predicted, decision, planned)
