@@ -90,11 +90,12 @@ def _stored_setup(stored: dict, path: str, given: dict) -> Setup:
 
 
 def _meta(argv: list[str], holdout: Holdout, stored: dict | None) -> dict:
-    """Of stored measurements: their GPU, and "measured", the meta of the run that made them."""
+    """Of stored measurements: what they were measured with, and "measured", the meta of the run
+    that made them; commit, command and date are always this run's."""
     meta = provenance.collect("eval.policy_holdout", argv)
     if stored is not None:
         before = stored["meta"]
-        meta |= {"gpu": before["gpu"], "driver": before["driver"]}
+        meta |= {name: before[name] for name in ("machine", "gpu", "driver", "versions")}
         meta["measured"] = before.get("measured", before)
     return meta | {"setup": asdict(holdout.setup), "calibration": holdout.source.meta}
 

@@ -271,11 +271,13 @@ def test_a_run_without_a_measurement_says_so(run):
 def test_stored_measurements_are_judged_again(run, tmp_path):
     _, first = run("--seeds", "101,102", meter=TrueMeter(failing=(3,)))
     stored = tmp_path / "stored.json"
+    first["meta"] |= {"driver": "580.1", "versions": {"torch": "2.11.0"}}
     stored.write_bytes(orjson.dumps(first))
     status, again = run("--from", str(stored))
     assert status == 0 and again["rows"] == first["rows"]
     assert again["summary"] == first["summary"]
-    assert again["meta"]["measured"]["command"] == first["meta"]["command"]
+    assert again["meta"]["measured"] == first["meta"]
+    assert again["meta"]["driver"] == "580.1" and again["meta"]["versions"] == {"torch": "2.11.0"}
 
     dear = tmp_path / "dear.json"
     found = calibration()
