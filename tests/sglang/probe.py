@@ -1,8 +1,8 @@
 """A test-only SGLang plugin: records every decode step and plants faults in the scheduler process.
 
 engine.py puts a dist-info folder with its entry point on the engine's path. Steps are appended to
-$PROBE_STEPS as JSON lines; the fault to plant is read from $PROBE_FAULT before each step, so that
-one engine serves many scenarios. Tests that compare outputs must fail under every fault here.
+$PROBE_STEPS as JSON lines, with the tensor-parallel rank that made each; the fault to plant is read
+from $PROBE_FAULT before each step, so that one engine serves many scenarios.
 $PROBE_LORA_LABELS set: decode graphs are captured once for each of SGLang's LoRA labels.
 """
 
@@ -63,6 +63,7 @@ def _record_steps(stepstate, steps: Path, fault_file: Path):
         after = dict(self.counters.plans)
         plan = step.new_plan
         record = {
+            "rank": _rank(),
             "variant": step.decision.variant,
             "reason": step.decision.reason,
             "causes": [c for c in after if after[c] != before.get(c, 0)],
@@ -81,18 +82,38 @@ def _record_steps(stepstate, steps: Path, fault_file: Path):
     stepstate.StepPreparer.prepare = recorded
 
 
+def _rank() -> int:
+    """Tensor-parallel rank of this scheduler process; known only once its engine starts."""
+    from sglang.srt.distributed import get_tensor_model_parallel_rank
+
+    return get_tensor_model_parallel_rank()
+
+
 def _forces_stock(fault: str, nth: int) -> bool:
     """ "stock:6:11" forces the steps from 6 and below 11 of a scenario, "alternate" each second."""
     name, *bounds = fault.split(",")[0].split(":")
     if name == "alternate":
         return nth % 2 == 1
-    return name == "stock" and int(bounds[0]) <= nth < int(bounds[1])
+    return name == "stock" and _within(bounds, nth)
+
+
+def _fails_to_plan(fault: str, nth: int) -> bool:
+    """ "planner_error_rank1:3:5" fails plans 3 and 4 of a scenario, on rank 1 alone."""
+    name, *bounds = fault.split(",")[0].split(":")
+    if name == "planner_error":
+        return True
+    return name == "planner_error_rank1" and _rank() == 1 and _within(bounds, nth)
+
+
+def _within(bounds: list[str], nth: int) -> bool:
+    return int(bounds[0]) <= nth < int(bounds[1])
 
 
 def _plant_faults(stepstate, execution, fault_file: Path):
     read_paths, plan = stepstate.read_paths, execution.Planner.plan
     load, append = execution.PlanExecutor.load, execution.PlanExecutor.append
-    stale = stepstate.PlanLifetime.stale
+    stale, init = stepstate.PlanLifetime.stale, stepstate.StepPreparer.__init__
+    nth_plan = {}
 
     def faulty_read_paths(*args):
         paths = read_paths(*args)
@@ -104,7 +125,8 @@ def _plant_faults(stepstate, execution, fault_file: Path):
 
     def faulty_plan(self, paths):
         fault = _read(fault_file)
-        if fault == "planner_error":
+        nth = nth_plan[fault] = nth_plan.get(fault, -1) + 1
+        if _fails_to_plan(fault, nth):
             raise ZeroDivisionError("planted")
         good = plan(self, paths)
         change = {"shared_node_dropped": _drop_shared_node, "tails_swapped": _swap_tails}.get(fault)
@@ -124,7 +146,15 @@ def _plant_faults(stepstate, execution, fault_file: Path):
         cause = stale(self, *args)
         return None if _read(fault_file).endswith(f"ignore:{cause}") else cause
 
+    def faulty_init(self, *args, agree, **kwargs):
+        def faulty_agree(ok):
+            # Each rank hears itself alone.
+            return ok if _read(fault_file).endswith("no_agreement") else agree(ok)
+
+        init(self, *args, agree=faulty_agree, **kwargs)
+
     stepstate.PlanLifetime.stale = faulty_stale
+    stepstate.StepPreparer.__init__ = faulty_init
     stepstate.read_paths = faulty_read_paths
     execution.Planner.plan = faulty_plan
     execution.PlanExecutor.load = poisoned_load
