@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Iterator
+from dataclasses import dataclass
 
+import numpy as np
+import torch
+
+from sgl_prefix_attn.calibration.record import Calibration
+from sgl_prefix_attn.calibration.startup import agreed, gpu_key
 from sgl_prefix_attn.envs import Settings
 from sgl_prefix_attn.executor import Capacity, PlanExecutor
 from sgl_prefix_attn.plan import Planner
@@ -11,17 +17,35 @@ from sgl_prefix_attn.records import HeadConfig, PathTable, Plan
 from sgl_prefix_attn.tuning import default_costs, default_tile_set
 
 
-def build(runner, heads: HeadConfig, settings: Settings) -> tuple[Planner, PlanExecutor]:
-    """Planner and executor for the heads of a ModelRunner's layers.
+@dataclass(frozen=True)
+class Execution:
+    """calibration: what the planner's costs come from, None on a CPU."""
+
+    planner: Planner
+    executor: PlanExecutor
+    calibration: Calibration | None
+
+    def __iter__(self) -> Iterator:
+        """Unpacks as planner, executor."""
+        return iter((self.planner, self.executor))
+
+
+def build(runner, heads: HeadConfig, settings: Settings) -> Execution:
+    """Planner, executor and calibration for the heads of a ModelRunner's layers.
 
     Raises ValueError when one KV head has more query heads than the largest tile has rows.
     """
     tile_set = default_tile_set(runner.device, heads)
+    calibration = _calibration(runner, heads, tile_set.num_sms)
     planner = Planner(
         heads,
         tile_set=tile_set,
         strategy=settings.strategy,
-        costs=default_costs(runner.device, heads, runner.kv_cache_dtype.itemsize),
+        costs=(
+            default_costs(runner.device, heads, runner.kv_cache_dtype.itemsize)
+            if calibration is None
+            else calibration.costs
+        ),
         headroom=settings.headroom,
     )
     planner.warm_up()
@@ -38,7 +62,17 @@ def build(runner, heads: HeadConfig, settings: Settings) -> tuple[Planner, PlanE
         tile_set=tile_set,
         capacity=capacity,
     )
-    return planner, executor
+    return Execution(planner, executor, calibration)
+
+
+def _calibration(runner, heads: HeadConfig, num_sms: int) -> Calibration | None:
+    """All ranks of a tensor-parallel group call this."""
+    device = torch.device(runner.device)
+    if device.type != "cuda":
+        return None
+    group = runner.tp_group.cpu_group if runner.ps.tp_size > 1 else None
+    key = gpu_key(device, heads, runner.kv_cache_dtype, runner.page_size)
+    return agreed(key, num_sms, group)
 
 
 def padding_plan(planner: Planner) -> Plan:

@@ -1,4 +1,5 @@
 """What this GPU does: measured once, kept in a file, read at every start.
 
-batches -> measure -> fit -> Calibration -> store
+rates, batches -> measure -> samples -> fit -> Calibration -> store     (run.py)
+store.find -> Calibration, the same on every rank                      (startup.py)
 """

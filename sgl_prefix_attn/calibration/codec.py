@@ -27,7 +27,7 @@ MODELS = ("stock", "prefix")
 SOURCES = ("measured", "shipped", "scaled", "conservative")
 DTYPES = ("bfloat16", "float16", "float32")
 _COEFFICIENTS = {"stock": STOCK_COEFFICIENTS, "prefix": PREFIX_COEFFICIENTS}
-_FEATURES = {
+FEATURES = {
     "stock": stock_features(StockWork(1, 1, 1, 1, 1, 1.0), 1.0).size,
     "prefix": prefix_features(PlanWork(1, 1, 1, 1, 1, 1, 1.0, 1.0, 1), 1.0).size,
 }
@@ -71,15 +71,17 @@ def decode(data: bytes) -> Calibration:
             stock=_model_from_json("stock", fields["stock"]),
             prefix=_model_from_json("prefix", fields["prefix"]),
             samples=_count("samples", fields["samples"], 0),
-            errors={name: _finite(f"error of {name}", fields["errors"][name]) for name in MODELS},
+            errors=_errors(fields["errors"]),
             source=_one_of("source", fields["source"], SOURCES),
         )
     except KeyError as error:
         raise CalibrationError(f"{error.args[0]} is missing") from None
     except (TypeError, AttributeError) as error:
         raise CalibrationError(f"a value of a wrong type: {error}") from None
-    if min(calibration.errors.values()) < 0:
-        raise CalibrationError(f"negative errors: {calibration.errors}")
+    if bool(calibration.samples) != bool(calibration.errors):
+        raise CalibrationError(
+            f"{calibration.samples} samples do not go with errors {calibration.errors}"
+        )
     return calibration
 
 
@@ -131,6 +133,16 @@ def rates_from_json(fields: dict[str, Any]) -> GpuRates:
         raise CalibrationError(f"rates: {error}") from None
 
 
+def _errors(fields: dict[str, Any]) -> dict[str, float]:
+    """Of both models, or of none where nothing was measured for these heads."""
+    if list(fields) not in ([], list(MODELS)):
+        raise CalibrationError(f"errors of {list(fields)}, not of {list(MODELS)}")
+    errors = {name: _finite(f"error of {name}", value) for name, value in fields.items()}
+    if any(error < 0 for error in errors.values()):
+        raise CalibrationError(f"negative errors: {errors}")
+    return errors
+
+
 def _model_to_json(name: str, model: TimeModel) -> dict[str, Any]:
     names = [coefficient[0] for coefficient in _COEFFICIENTS[name]]
     if len(names) != len(model.coefficients):
@@ -157,7 +169,7 @@ def _model_from_json(name: str, fields: dict[str, Any]) -> TimeModel:
 
 
 def _correction(name: str, fields: dict[str, Any]) -> Correction:
-    features, centres = _FEATURES[name], len(fields["weights"])
+    features, centres = FEATURES[name], len(fields["weights"])
     shapes = {
         "offset": (features,),
         "scale": (features,),
@@ -168,7 +180,7 @@ def _correction(name: str, fields: dict[str, Any]) -> Correction:
     for field, shape in shapes.items():
         try:
             arrays[field] = np.array(fields[field], np.float64)
-        except (TypeError, ValueError):  # null (was not finite), or rows of unequal length
+        except (TypeError, ValueError):  # text, or rows of unequal length
             raise CalibrationError(f"{name} correction: {field} is no array of numbers") from None
         if arrays[field].shape != shape:
             raise CalibrationError(

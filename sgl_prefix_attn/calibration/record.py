@@ -29,9 +29,9 @@ class Calibration:
     """Rates that drive the planner, and time models that drive the policy.
 
     versions  name -> version of every package whose kernels were measured
-    samples   measured batches that the models were fitted to
+    samples   measured batches that the models were fitted to, 0: of other heads or none
     errors    "stock", "prefix" -> root mean square of log(predicted / measured), on batches that
-              the fit had not seen
+              the fit had not seen; empty without samples
     source    measured | shipped | scaled | conservative, see store.find
     """
 

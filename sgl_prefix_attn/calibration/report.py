@@ -6,28 +6,40 @@ import numpy as np
 
 from sgl_prefix_attn.calibration.fit import log_rms
 from sgl_prefix_attn.calibration.run import HeldOut, Measured
+from sgl_prefix_attn.policy import PREFIX, BatchFacts, decide
+from sgl_prefix_attn.records import Prediction
 
 
 def lines(measured: Measured, held_out: HeldOut) -> list[str]:
-    """Errors of both models and what choosing by them costs, all on batches unseen by the fit."""
+    """Errors of both models and what the policy makes of them, on batches unseen by the fit."""
     stock, prefix = measured.stock_us, measured.prefix_us
+    prefers = policy_choice(measured, held_out)
+    chosen = np.where(prefers, prefix, stock)
     best = np.minimum(stock, prefix)
-    chosen = held_out.prefix_us < held_out.stock_us
-    regret = np.where(chosen, prefix, stock) / best
     return [
-        f"{name}: predictions err by {log_rms(predicted, us):.1%} "
-        f"(worst {np.abs(predicted / us - 1).max():.0%})"
-        for name, predicted, us in (
-            ("stock", held_out.stock_us, stock),
-            ("prefix", held_out.prefix_us, prefix),
-        )
-    ] + [
-        f"choosing the kernel predicted to be faster: prefix in {chosen.sum()} of {len(best)} "
-        f"batches (it is faster in {(prefix < stock).sum()}); time over the faster kernel's: "
-        f"{np.exp(np.log(regret).mean()):.4f} on average, {regret.max():.3f} at worst",
-        f"always stock: {_average(stock / best)}, always prefix: {_average(prefix / best)}",
+        _error("stock", held_out.stock_us, stock),
+        _error("prefix", held_out.prefix_us, prefix),
+        f"the policy runs prefix kernels in {prefers.sum()} of {best.size} batches; "
+        f"they are faster in {(prefix < stock).sum()}",
+        "time over that of the faster kernels: "
+        f"policy {_ratio(chosen / best)}; always stock {_ratio(stock / best)}; "
+        f"always prefix {_ratio(prefix / best)}",
     ]
 
 
-def _average(ratio: np.ndarray) -> str:
-    return f"{np.exp(np.log(ratio).mean()):.3f} on average, {ratio.max():.2f} at worst"
+def policy_choice(measured: Measured, held_out: HeldOut) -> np.ndarray:
+    """bool [n]: whether the policy runs prefix kernels, each batch as if it were the first."""
+    decisions = [
+        decide(BatchFacts(predicted=Prediction(*us), shares=batch.shared_share > 0))
+        for batch, *us in zip(measured.batches, held_out.stock_us, held_out.prefix_us, strict=True)
+    ]
+    return np.array([decision.variant == PREFIX for decision in decisions])
+
+
+def _error(name: str, predicted: np.ndarray, us: np.ndarray) -> str:
+    worst = np.abs(predicted / us - 1).max()
+    return f"{name}: predictions err by {log_rms(predicted, us):.1%}, at worst {worst:.0%}"
+
+
+def _ratio(ratio: np.ndarray) -> str:
+    return f"{np.exp(np.log(ratio).mean()):.4f} on average, {ratio.max():.3f} at worst"

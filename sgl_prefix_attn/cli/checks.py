@@ -14,6 +14,7 @@ DIST = "sgl-prefix-attn"
 CPU_ENV = "SGL_PREFIX_ATTN_CPU_PLATFORM"
 CPU_ONLY_HOOKS = ("cpu_index_helpers",)
 OLDEST_ARCH = (8, 0)
+CALIBRATE = "sgl-prefix-attn calibrate --model FOLDER takes minutes"
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,18 @@ def check_compiler(facts: Facts) -> Check:
     return Check("C compiler", status, "none of cc, gcc, clang found", "install gcc, or set CC")
 
 
+def check_calibration(facts: Facts) -> Check:
+    """Without a calibration the backend works, but its choice of kernels rests on estimates."""
+    if not facts.gpu:
+        return Check("calibration", OK, "none, and none is needed without a GPU")
+    detail = facts.calibration.removeprefix("calibration ")
+    if not facts.calibration_source:
+        return Check("calibration", FAIL, detail, f"reinstall {DIST}")
+    if facts.calibration_source in ("measured", "shipped"):
+        return Check("calibration", OK, f"32/8 heads: {detail}")
+    return Check("calibration", WARN, f"32/8 heads: {detail}", CALIBRATE)
+
+
 def run_checks(facts: Facts) -> list[Check]:
     """All checks, in the order of the report."""
     return [
@@ -174,6 +187,7 @@ def run_checks(facts: Facts) -> list[Check]:
         *check_hooks(facts),
         check_device(facts),
         check_compiler(facts),
+        check_calibration(facts),
     ]
 
 

@@ -38,6 +38,7 @@ class Facts:
     """`versions` holds None for what is not installed; `arch` is the first GPU's (major, minor).
 
     `hub_kernels`: Hugging Face's package `kernels` is installed (SGLang's CUDA set needs it).
+    `calibration`: what a server with 32/8 heads would find, and its source; "" without a GPU.
     """
 
     python: tuple[int, int]
@@ -54,12 +55,15 @@ class Facts:
     arch: tuple[int, int] | None = None
     compiler: str = ""
     hub_kernels: bool = False
+    calibration: str = ""
+    calibration_source: str = ""
 
 
 def gather() -> Facts:
     """Read everything. Imports torch, sglang and the patches, so it takes some seconds."""
     gpu, arch = _gpu()
     supported, plugin_error = _supported_sglang()
+    calibration, calibration_source = _calibration() if gpu else ("", "")
     return Facts(
         python=sys.version_info[:2],
         cwd=Path.cwd(),
@@ -75,6 +79,8 @@ def gather() -> Facts:
         arch=arch,
         compiler=_compiler(),
         hub_kernels=_version("kernels") is not None,
+        calibration=calibration,
+        calibration_source=calibration_source,
     )
 
 
@@ -104,6 +110,21 @@ def _gpu() -> tuple[str, tuple[int, int] | None]:
     if not torch.cuda.is_available():
         return "", None
     return torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
+
+
+def _calibration() -> tuple[str, str]:
+    """(message, source) for bfloat16 and 32/8 heads of 128; source "" says that looking failed."""
+    try:
+        import torch
+
+        from sgl_prefix_attn.calibration import startup, store
+        from sgl_prefix_attn.records import HeadConfig
+
+        key = startup.gpu_key(torch.device("cuda", 0), HeadConfig(32, 8, 128), torch.bfloat16, 1)
+        found = store.find(key, torch.cuda.get_device_properties(0).multi_processor_count)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", ""
+    return found.message, found.calibration.source
 
 
 def _supported_sglang() -> tuple[tuple[str, ...], str]:

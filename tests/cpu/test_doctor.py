@@ -3,8 +3,10 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from sgl_prefix_attn.cli import doctor, facts, main
 from sgl_prefix_attn.cli.checks import FAIL, OK, WARN, run_checks
@@ -24,8 +26,10 @@ GOOD = Facts(
     gpu="NVIDIA H100",
     arch=(9, 0),
     compiler="/usr/bin/cc",
+    calibration="calibration shipped: h100.json",
+    calibration_source="shipped",
 )
-ON_CPU = replace(GOOD, gpu="", arch=None, env=CPU)
+ON_CPU = replace(GOOD, gpu="", arch=None, env=CPU, calibration="", calibration_source="")
 
 
 def without(name: str) -> dict:
@@ -69,6 +73,10 @@ FAULTS = {
     "CPU engine of SGLang": (replace(ON_CPU, env=CPU | {"SGLANG_USE_CPU_ENGINE": "1"}), "device"),
     "old GPU": (replace(GOOD, arch=(7, 5)), "device"),
     "no compiler on a GPU": (replace(GOOD, compiler=""), "C compiler"),
+    "calibrations do not load": (
+        replace(GOOD, calibration="ImportError: x", calibration_source=""),
+        "calibration",
+    ),
 }
 
 
@@ -103,6 +111,27 @@ def test_the_checkouts_kernels_folder_hides_the_hub_package(tmp_path):
     (tmp_path / "kernels").mkdir()
     checks = run_checks(replace(GOOD, cwd=tmp_path, hub_kernels=True))
     assert [c.name for c in checks if c.status == WARN] == ["not shadowed"]
+
+
+@pytest.mark.parametrize("source", ["scaled", "conservative"])
+def test_without_a_calibration_for_this_gpu_the_backend_works_with_a_warning(source):
+    message = f"calibration {source}: a.json"
+    checks = run_checks(replace(GOOD, calibration=message, calibration_source=source))
+    (check,) = [check for check in checks if check.status == WARN]
+    assert (check.name, check.detail) == ("calibration", f"32/8 heads: {source}: a.json")
+    assert "sgl-prefix-attn calibrate" in check.fix and doctor.works(checks)
+
+
+def test_the_calibration_of_a_gpu_is_looked_up(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA X1")
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(multi_processor_count=100),
+    )
+    message, source = facts._calibration()
+    assert source == "conservative" and "nothing is measured on NVIDIA X1" in message
 
 
 def test_what_the_cpu_can_do_without():

@@ -1,0 +1,115 @@
+"""A server starts with rank 0's calibration on every rank, and says once what it is."""
+
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed
+import torch.multiprocessing
+
+from sgl_prefix_attn import execution
+from sgl_prefix_attn.calibration import startup, store
+from sgl_prefix_attn.calibration.codec import encode
+from sgl_prefix_attn.envs import Settings
+from sgl_prefix_attn.plan import CostModel
+from sgl_prefix_attn.plan.costs import GPU_RATES
+from tests.cpu.calibrations import HEADS, KEY, NUM_SMS, calibration
+
+
+def put_in_cache(home, rates: str):
+    given = replace(calibration(versions=store.versions()), rates=GPU_RATES[rates])
+    folder = store.cache_folder({"XDG_CACHE_HOME": str(home)})
+    store.save(given, folder / store.file_name(KEY, store.versions()))
+    return given
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """No cache of this machine, nothing shipped."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(store, "SHIPPED", tmp_path / "none")
+    return tmp_path
+
+
+def rank(index, rendezvous, homes, results):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(homes[index]))
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{rendezvous}", rank=index, world_size=2
+        )
+        group = torch.distributed.new_group([0, 1], backend="gloo")
+        results[index] = encode(startup.agreed(KEY, NUM_SMS, group))
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("second", ["H200", "nothing", "torn"])
+def test_every_rank_gets_the_first_ones(second, tmp_path):
+    homes = [tmp_path / "0", tmp_path / "1"]
+    wanted = put_in_cache(homes[0], "A100")
+    if second != "nothing":
+        put_in_cache(homes[1], "H200")
+    if second == "torn":
+        (path,) = homes[1].rglob("*.json")
+        path.write_text("{")
+    with torch.multiprocessing.Manager() as manager:
+        results = manager.dict()
+        torch.multiprocessing.spawn(rank, (tmp_path / "meet", homes, results), nprocs=2)
+        assert dict(results) == {0: encode(wanted), 1: encode(wanted)}
+
+
+def test_one_rank_needs_no_process_group(home, caplog):
+    wanted = put_in_cache(home, "A100")
+    with caplog.at_level(logging.INFO):
+        assert encode(startup.agreed(KEY, NUM_SMS)) == encode(wanted)
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO and "measured on this machine" in record.message
+
+
+def test_a_conservative_calibration_is_a_warning(home, caplog):
+    with caplog.at_level(logging.INFO):
+        assert startup.agreed(KEY, NUM_SMS).source == "conservative"
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING and "sgl-prefix-attn calibrate" in record.message
+
+
+def runner(device="cpu", tp_size=1, group=None):
+    return SimpleNamespace(
+        device=device,
+        page_size=1,
+        dtype=torch.bfloat16,
+        kv_cache_dtype=torch.bfloat16,
+        req_to_token_pool=SimpleNamespace(size=4),
+        max_total_num_tokens=256,
+        ps=SimpleNamespace(tp_size=tp_size),
+        tp_group=SimpleNamespace(cpu_group=group),
+    )
+
+
+def test_a_cpu_server_has_no_calibration(home, caplog):
+    with caplog.at_level(logging.INFO):
+        built = execution.build(runner(), HEADS, Settings())
+    assert built.calibration is None and not caplog.records
+    assert built.planner.costs == CostModel.for_gpu("cpu", HEADS)
+    assert list(built) == [built.planner, built.executor]
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_gpu_server_plans_with_the_calibration_of_its_group(tp_size, monkeypatch):
+    """Without a GPU: what is asked of the device is answered here."""
+    asked = []
+
+    def agreed(*args):
+        asked.append(args)
+        return calibration()
+
+    tiles = execution.default_tile_set("cpu", HEADS)
+    monkeypatch.setattr(execution, "default_tile_set", lambda device, heads: tiles)
+    monkeypatch.setattr(execution, "PlanExecutor", lambda *args, **options: "executor")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: KEY.gpu)
+    monkeypatch.setattr(execution, "agreed", agreed)
+    built = execution.build(runner("cuda", tp_size, "group"), HEADS, Settings())
+    assert asked == [(KEY, tiles.num_sms, "group" if tp_size == 2 else None)]
+    assert built.planner.costs == calibration().costs
+    assert encode(built.calibration) == encode(calibration())

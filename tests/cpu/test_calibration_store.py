@@ -1,0 +1,287 @@
+"""Calibration files: exact, whole or refused, and found in the right order."""
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import orjson
+import pytest
+
+from sgl_prefix_attn.calibration import store
+from sgl_prefix_attn.calibration.codec import FEATURES, CalibrationError, decode, encode
+from sgl_prefix_attn.calibration.store import Folders, file_name, find, load, save
+from sgl_prefix_attn.calibration.timemodel import PREFIX_COEFFICIENTS
+from sgl_prefix_attn.plan.costs import GPU_RATES
+from sgl_prefix_attn.records import HeadConfig
+from tests.cpu.calibrations import KEY, NUM_SMS, VERSIONS, calibration
+
+OTHER_HEADS = replace(KEY, heads=HeadConfig(32, 8, 128))
+
+
+def same(a, b) -> bool:
+    """Dataclasses of arrays do not compare."""
+    return encode(a) == encode(b)
+
+
+@pytest.fixture
+def folders(tmp_path):
+    found = Folders(tmp_path / "cache", tmp_path / "shipped")
+    found.cache.mkdir()
+    found.shipped.mkdir()
+    return found
+
+
+def put_in_cache(folders, **options):
+    given = calibration(**options)
+    save(given, folders.cache / file_name(given.key, given.versions))
+    return given
+
+
+def put_in_shipped(folders, name, **options):
+    save(calibration(**options), folders.shipped / name)
+
+
+def test_a_round_trip_is_exact(tmp_path):
+    given = calibration()
+    save(given, tmp_path / "new" / "x.json")
+    read = load(tmp_path / "new" / "x.json", KEY)
+    assert (read.key, read.rates, read.versions) == (given.key, given.rates, given.versions)
+    assert read.errors == given.errors and read.samples == given.samples
+    for name in ("stock", "prefix"):
+        before, after = getattr(given, name), getattr(read, name)
+        assert before.coefficients == after.coefficients
+        for field, array in vars(before.correction).items():
+            assert np.array_equal(array, getattr(after.correction, field)), field
+
+
+def test_without_corrections(tmp_path):
+    given = calibration()
+    given = replace(given, stock=replace(given.stock, correction=None))
+    save(given, tmp_path / "x.json")
+    read = load(tmp_path / "x.json")
+    assert read.stock.correction is None and read.prefix.correction is not None
+
+
+def changed(path: str, value):
+    """The example's JSON with one field set, or removed where value is ...; path is dotted."""
+    fields = orjson.loads(encode(calibration()))
+    at = fields
+    *parents, last = path.split(".")
+    for name in parents:
+        at = at[int(name) if isinstance(at, list) else name]
+    if value is ...:
+        del at[last]
+    else:
+        at[int(last) if isinstance(at, list) else last] = value
+    return orjson.dumps(fields)
+
+
+REFUSED = {
+    "format": (changed("format", 2), "format 2"),
+    "no format": (changed("format", ...), "format None"),
+    "truncated": (encode(calibration())[:-40], "truncated"),
+    "empty": (b"", "truncated"),
+    "no object": (b"[1]", "no JSON object"),
+    "foreign": (b'{"format": 1, "name": "x"}', "key is missing"),
+    "pickle": (b"\x80\x04N.", "truncated or no JSON"),
+    "rate": (changed("rates.bandwidth", -1.0), "bandwidth"),
+    "rate of text": (changed("rates.item", "2"), "rates"),
+    "unknown rate": (changed("rates.speed", 1.0), "rates"),
+    "coefficient null": (changed("stock.coefficients.launch", None), "stock launch"),
+    "coefficient far out": (changed("prefix.coefficients.norm", 0.0), "prefix norm"),
+    "coefficient missing": (changed("prefix.coefficients.merge", ...), "coefficients"),
+    "coefficient too many": (changed("stock.coefficients.x", 1.0), "coefficients"),
+    "offset": (changed("stock.correction.offset", [1.0]), "offset has shape"),
+    "weights": (changed("stock.correction.weights", [1.0]), "centres has shape"),
+    "ragged": (changed("prefix.correction.centres.0", [1.0]), "centres is no array"),
+    "weight null": (changed("prefix.correction.weights.1", None), "weights is not finite"),
+    "scale": (changed("prefix.correction.scale.0", 0.0), "scale must be positive"),
+    "no correction": (changed("prefix.correction", ...), "correction is missing"),
+    "heads": (changed("key.num_kv_heads", 3), "multiple"),
+    "dtype": (changed("key.dtype", "int8"), "dtype"),
+    "page size": (changed("key.page_size", 0), "page_size"),
+    "num_sms": (changed("num_sms", 1.5), "num_sms"),
+    "samples": (changed("samples", 0), "samples do not go with"),
+    "error": (changed("errors.stock", -0.1), "negative"),
+    "error missing": (changed("errors.stock", ...), "errors of"),
+    "versions": (changed("versions.torch", 2), "versions"),
+    "key of text": (changed("key", "x"), "wrong type"),
+    "source": (changed("source", "guess"), "source"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_file_and_reason(name, tmp_path):
+    data, reason = REFUSED[name]
+    path = tmp_path / "bad.json"
+    path.write_bytes(data)
+    with pytest.raises(CalibrationError, match=reason) as error:
+        load(path)
+    assert str(error.value).startswith(f"{path}: ")
+
+
+def test_refused_for_another_key(tmp_path):
+    save(calibration(), tmp_path / "x.json")
+    with pytest.raises(CalibrationError, match="it is for .*num_qo_heads=8"):
+        load(tmp_path / "x.json", OTHER_HEADS)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(CalibrationError, match="No such file"):
+        load(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_numbers_that_are_not_finite_are_not_written(value, tmp_path):
+    bad = calibration()
+    bad.stock.correction.weights[0] = value
+    with pytest.raises(CalibrationError, match="weights"):
+        save(bad, tmp_path / "x.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_crash_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "x.json"
+    save(calibration(), path)
+
+    def crash(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", crash)
+    with pytest.raises(KeyboardInterrupt):
+        save(calibration(num_sms=7), path)
+    assert load(path).num_sms == NUM_SMS
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_file_names_are_readable_and_differ_in_all_that_matters():
+    name = file_name(KEY, VERSIONS)
+    assert name.startswith("NVIDIA-H100-80GB-HBM3_8-2-64_bfloat16_page1_")
+    others = [
+        (replace(KEY, gpu="NVIDIA H100-80GB HBM3"), VERSIONS),
+        (replace(KEY, heads=HeadConfig(8, 4, 64)), VERSIONS),
+        (replace(KEY, dtype="float16"), VERSIONS),
+        (replace(KEY, page_size=16), VERSIONS),
+        (KEY, VERSIONS | {"torch": "2.11.1"}),
+    ]
+    assert len({name, *(file_name(*other) for other in others)}) == 6
+    assert file_name(KEY, dict(reversed(VERSIONS.items()))) == name
+
+
+def test_the_cache_folder_follows_xdg(tmp_path):
+    wanted = tmp_path / "sgl_prefix_attn" / "calibration"
+    assert store.cache_folder({"XDG_CACHE_HOME": str(tmp_path)}) == wanted
+    assert store.cache_folder({"XDG_CACHE_HOME": ""}).parts[-3] == ".cache"
+
+
+def test_versions_of_what_is_missing_are_absent(monkeypatch):
+    monkeypatch.setattr(store, "_PACKAGES", ("orjson", "no-such-package"))
+    assert store.versions() == {"orjson": orjson.__version__, "no-such-package": "absent"}
+
+
+def test_the_cache_comes_first(folders):
+    given = put_in_cache(folders)
+    put_in_shipped(folders, "a.json")
+    found = find(KEY, NUM_SMS, VERSIONS, folders)
+    assert same(found.calibration, given)
+    assert "measured" in found.message and "sgl-prefix-attn calibrate" not in found.message
+
+
+def test_then_a_shipped_file_of_any_versions(folders):
+    put_in_cache(folders, versions={"torch": "1"})
+    put_in_shipped(folders, "a.json", versions={"torch": "2.11.0", "triton": "3.0"})
+    found = find(KEY, NUM_SMS, VERSIONS, folders)
+    assert same(found.calibration, calibration(versions={"torch": "2.11.0", "triton": "3.0"},
+                                               source="shipped"))  # fmt: skip
+    assert "a.json, with other versions of triton;" in found.message
+    assert "sgl-prefix-attn calibrate --model" in found.message
+
+
+def test_a_shipped_file_of_the_page_size_comes_before_another(folders):
+    put_in_shipped(folders, "a.json", key=replace(KEY, page_size=64), versions={"x": "64"})
+    put_in_shipped(folders, "b.json", key=replace(KEY, page_size=16), versions={"x": "16"})
+    for page_size, wanted in ((64, "64"), (16, "16"), (1, "16")):
+        key = replace(KEY, page_size=page_size)
+        found = find(key, NUM_SMS, VERSIONS, folders)
+        assert found.calibration.versions == {"x": wanted}
+        assert (found.calibration.key, found.calibration.source) == (key, "shipped")
+        assert ("for pages of 16" in found.message) is (page_size == 1)
+
+
+def test_then_the_rates_of_the_same_gpu_for_other_heads(folders):
+    put_in_shipped(folders, "far.json", key=replace(OTHER_HEADS, heads=HeadConfig(64, 1, 256)))
+    put_in_shipped(folders, "near.json", key=OTHER_HEADS)
+    found = find(KEY, NUM_SMS, VERSIONS, folders)
+    got, given = found.calibration, calibration()
+    assert (got.key, got.source, got.samples, got.errors) == (KEY, "scaled", 0, {})
+    assert got.rates == given.rates and got.stock.coefficients == given.stock.coefficients
+    assert got.stock.correction is None and got.prefix.correction is None
+    assert "near.json, for 32/8 heads of 128" in found.message
+
+
+def test_then_conservative_with_the_coefficients_of_an_h100(folders):
+    key = replace(KEY, gpu="NVIDIA H200")
+    put_in_shipped(folders, "a.json")
+    found = find(key, 99, VERSIONS, folders)
+    got = found.calibration
+    assert (got.key, got.source, got.num_sms) == (key, "conservative", 99)
+    assert got.rates == GPU_RATES["H200"]
+    assert got.prefix.coefficients == calibration().prefix.coefficients
+    assert got.prefix.correction is None
+    assert "nothing is measured on NVIDIA H200" in found.message
+    assert "sgl-prefix-attn calibrate" in found.message
+
+
+def test_conservative_without_any_file(tmp_path):
+    """Neither folder exists."""
+    key = replace(KEY, gpu="NVIDIA B300")
+    got = find(key, 148, VERSIONS, Folders(tmp_path / "a", tmp_path / "b")).calibration
+    assert got.source == "conservative" and got.rates == GPU_RATES["other"]
+    assert got.prefix.coefficients == tuple(start for _, start, *_ in PREFIX_COEFFICIENTS)
+    assert decode(encode(got)).costs == got.costs
+
+
+def test_gpu_names_are_compared_exactly(folders):
+    put_in_shipped(folders, "a.json", key=replace(KEY, gpu="NVIDIA H100"))
+    assert find(KEY, NUM_SMS, VERSIONS, folders).calibration.source == "conservative"
+
+
+def test_a_refused_cache_file_is_named_and_the_search_goes_on(folders):
+    put_in_shipped(folders, "a.json")
+    (folders.shipped / "b.json").write_text("{")
+    path = folders.cache / file_name(KEY, VERSIONS)
+    path.write_text("{}")
+    found = find(KEY, NUM_SMS, VERSIONS, folders)
+    assert found.calibration.source == "shipped"
+    assert f"refused {path}: format None" in found.message
+    assert f"refused {folders.shipped / 'b.json'}: truncated" in found.message
+    assert "\n" not in found.message
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"key": OTHER_HEADS}, "num_qo_heads=32"),
+        ({"versions": {"torch": "1"}}, "'torch': '1'"),
+        ({"num_sms": 114}, "114 multiprocessors, this GPU has 132"),
+    ],
+)
+def test_a_cache_file_under_a_wrong_name_is_refused(options, reason, folders):
+    save(calibration(**options), folders.cache / file_name(KEY, VERSIONS))
+    found = find(KEY, NUM_SMS, VERSIONS, folders)
+    assert found.calibration.source == "conservative"
+    assert reason in found.message
+
+
+def test_shipped_files_of_another_number_of_multiprocessors_are_not_used(folders):
+    put_in_shipped(folders, "a.json", num_sms=114)
+    assert find(KEY, NUM_SMS, VERSIONS, folders).calibration.source == "conservative"
+
+
+def test_every_shipped_file_can_be_used():
+    for path in store.SHIPPED.glob("*.json"):
+        assert load(path).source == "measured", path
+
+
+def test_feature_counts():
+    assert FEATURES == {"stock": 7, "prefix": 9}
