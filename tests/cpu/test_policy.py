@@ -89,9 +89,9 @@ FASTER, SLOWER = Decision("prefix", "predicted_faster"), Decision("stock", "pred
 
 
 def test_prefix_runs_where_it_is_predicted_to_win_by_more_than_the_predictions_err():
-    assert at(SHARING_GAIN + 0.01) == FASTER
+    assert at(SHARING_GAIN + 0.005) == FASTER
     assert at(SHARING_GAIN - 0.01) == SLOWER
-    assert at(SHARING_GAIN + 0.01, shares=False) == SLOWER
+    assert at(SHARING_GAIN + 0.005, shares=False) == SLOWER
     assert at(UNSHARED_GAIN + 0.01, shares=False) == FASTER
 
 
