@@ -61,7 +61,9 @@ def _fit(works, us, costs, coefficients, physical: Callable, features: Callable)
     target = np.log(us)
 
     def residuals(c) -> np.ndarray:
-        return np.log([physical(c, work, costs) for work in works]) - target
+        predicted = np.array([physical(c, work, costs) for work in works])
+        # A coefficient may be negative on the way: such a time is as bad as a tiny one.
+        return np.log(np.maximum(predicted, 1e-3)) - target
 
     _, start, low, high = zip(*coefficients, strict=True)
     # soft_l1: a batch that the formula does not describe must not bend it for all others

@@ -47,7 +47,7 @@ def measure_rates(
     length = min(4096, pool_tokens // 128 // page_size * page_size)
     kv_token = 2 * heads.num_kv_heads * heads.head_dim * kv_bytes
     us, _ = timed(unshared(128, length))
-    bandwidth = 128 * length * kv_token / (us - launch)
+    bandwidth = _per_us("bandwidth", 128 * length * kv_token, us - launch)
 
     (few_us, few), (many_us, many) = timed(nested((2,), 16)), timed(nested((4, 2), 16))
     moved = (many.shared_tokens - few.shared_tokens) * kv_token
@@ -58,11 +58,18 @@ def measure_rates(
 
     (short_us, short), (long_us, long) = (timed(nested((MAX_QUERIES,), n)) for n in (4096, 16384))
     flops = 4.0 * heads.num_qo_heads * heads.head_dim * MAX_QUERIES
-    mma = flops * (long.shared_tokens - short.shared_tokens) / (long_us - short_us)
+    flops *= long.shared_tokens - short.shared_tokens
+    mma = _per_us("mma", flops, long_us - short_us)
     try:
         return GpuRates(bandwidth=bandwidth, mma=mma, item=item, ctas=ctas, launch=launch)
     except ValueError as error:
         raise RuntimeError(f"measured rates make no sense: {error}") from None
+
+
+def _per_us(name: str, amount: float, us: float) -> float:
+    if us <= 0:
+        raise RuntimeError(f"measured rates make no sense: {name}: {amount:.4g} took {us:.4g} us")
+    return amount / us
 
 
 def known_rates(gpu: str) -> GpuRates | None:

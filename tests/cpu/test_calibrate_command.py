@@ -1,0 +1,172 @@
+"""`sgl-prefix-attn calibrate`: which heads, what it refuses, and a whole run on a made-up GPU."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from sgl_prefix_attn.calibration import rates, store
+from sgl_prefix_attn.calibration.record import CalibrationKey
+from sgl_prefix_attn.cli import calibrate, main
+from sgl_prefix_attn.cli.model_heads import heads_of_model, heads_on_rank
+from sgl_prefix_attn.records import HeadConfig
+from tests.cpu.calibrations import KEY, NUM_SMS, FakeMeter
+
+LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+
+
+@pytest.mark.parametrize(
+    ("config", "tp", "heads"),
+    [
+        (LLAMA, 1, (32, 8, 128)),
+        (LLAMA, 4, (8, 2, 128)),
+        (LLAMA, 16, (2, 1, 128)),
+        (LLAMA | {"head_dim": 64}, 1, (32, 8, 64)),
+        (LLAMA | {"head_dim": None}, 1, (32, 8, 128)),
+        ({"num_attention_heads": 12, "hidden_size": 768}, 2, (6, 6, 64)),
+        ({"num_key_value_heads": None} | {"num_attention_heads": 4, "head_dim": 32}, 1, (4, 4, 32)),
+        ({"text_config": LLAMA, "num_attention_heads": 3}, 1, (32, 8, 128)),
+    ],
+)
+@pytest.mark.parametrize("as_folder", [True, False])
+def test_heads_of_a_model(config, tp, heads, as_folder, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    assert heads_of_model(tmp_path if as_folder else file, tp) == HeadConfig(*heads)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "no JSON"),
+        ("[]", "config.json"),
+        ("{}", "num_attention_heads: use --heads"),
+        ('{"num_attention_heads": 32}', "hidden_size"),
+        ('{"num_attention_heads": 32, "num_key_value_heads": 5, "head_dim": 64}', "multiple"),
+        ('{"num_attention_heads": "32", "head_dim": 64}', "config.json"),
+    ],
+)
+def test_a_config_that_does_not_say(content, reason, tmp_path):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=reason) as error:
+        heads_of_model(tmp_path, 1)
+    assert str(error.value).startswith("--model: ")
+
+
+def test_a_model_that_is_not_there(tmp_path):
+    with pytest.raises(ValueError, match="cannot read .*meta-llama.*--heads"):
+        heads_of_model(tmp_path / "meta-llama", 1)
+
+
+@pytest.mark.parametrize(("heads", "tp"), [((32, 8), 3), ((32, 8), 12), ((48, 6), 4)])
+def test_heads_that_cannot_be_divided(heads, tp):
+    with pytest.raises(ValueError, match=f"--tp {tp}"):
+        heads_on_rank(*heads, 128, tp)
+
+
+def test_pool_of_a_large_a_small_and_a_full_gpu():
+    key = CalibrationKey("X", HeadConfig(32, 8, 128), "bfloat16", 1)
+    two_pools = 2 * 4096  # bytes a token
+    assert calibrate.pool_tokens(80 << 30, key) == calibrate.POOL_TOKENS
+    free = int(333_000 * two_pools / 0.4)
+    assert calibrate.pool_tokens(free, key) == 300_000
+    assert calibrate.pool_tokens(free + (100 << 20), key) == 300_000, "the same the next time"
+    with pytest.raises(calibrate.Unusable, match="1.0 GiB of GPU memory are free, .* needs 2.5"):
+        calibrate.pool_tokens(1 << 30, key)
+    least = rates.min_pool(1)
+    assert calibrate.pool_tokens(int(least * two_pools / 0.4) + 1, key) == least
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(calibrate, "find_gpu", lambda: calibrate.Gpu(KEY.gpu, NUM_SMS, 16 << 30))
+    monkeypatch.setattr(calibrate, "meter_factory", lambda task: FakeMeter)
+    monkeypatch.setattr(FakeMeter, "measured", 0)
+    monkeypatch.setattr(FakeMeter, "broken_at", None)
+    return tmp_path
+
+
+COMMAND = ["calibrate", "--heads", "32/8", "--tp", "4", "--head-dim", "64", "--batches", "50"]
+
+
+def test_a_whole_run_leaves_what_a_server_finds(gpu, capsys):
+    assert main.main(COMMAND) == 0
+    (path,) = gpu.rglob("*.json")
+    found = store.find(KEY, NUM_SMS)
+    assert found.calibration.source == "measured" and str(path) in found.message
+    assert found.calibration.samples == 50
+    assert path.with_suffix(".samples.jsonl").exists()
+    text = capsys.readouterr().out
+    assert "rates: GpuRates(" in text and "prefix: predictions err by" in text
+    assert f"written: {path}" in text
+
+
+def test_the_second_run_measures_nothing_and_writes_the_same(gpu, capsys):
+    main.main(COMMAND)
+    (path,) = gpu.rglob("*.json")
+    before = path.read_bytes()
+    path.unlink()
+    assert main.main(COMMAND) == 0
+    assert FakeMeter.measured == 50 and path.read_bytes() == before
+    assert main.main([*COMMAND, "--fresh"]) == 0
+    assert FakeMeter.measured == 100
+
+
+def test_out_model_dtype_and_pages(gpu):
+    (gpu / "config.json").write_text(json.dumps(LLAMA))
+    out = gpu / "here" / "x.json"
+    options = ["--model", str(gpu), "--out", str(out), "--batches", "40"]
+    assert main.main(["calibrate", *options, "--dtype", "float16", "--page-size", "16"]) == 0
+    key = store.load(out).key
+    assert (key.heads, key.dtype, key.page_size) == (HeadConfig(32, 8, 128), "float16", 16)
+    assert (gpu / "here" / "x.samples.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--heads", "32"], "like 32/8"),
+        (["--heads", "32/5"], "multiple"),
+        (["--heads", "32/8", "--tp", "5"], "--tp 5"),
+        (["--head-dim", "0"], "head_dim"),
+        (["--batches", "7"], "at least 40"),
+        (["--model", "/nowhere"], "cannot read"),
+    ],
+)
+def test_bad_arguments_are_named(options, reason, gpu, capsys):
+    assert main.main(["calibrate", *options]) == 2
+    assert reason in capsys.readouterr().err
+    assert FakeMeter.measured == 0
+
+
+def test_without_a_gpu_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main.main(["calibrate"]) == 2
+    assert "no CUDA GPU" in capsys.readouterr().err
+
+
+def test_without_flashinfer_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    assert main.main(["calibrate"]) == 2
+    assert "FlashInfer" in capsys.readouterr().err
+
+
+def test_a_wrong_kernel_writes_nothing_and_a_second_try_goes_on(gpu, capsys, monkeypatch):
+    monkeypatch.setattr(FakeMeter, "broken_at", 30)
+    assert main.main(COMMAND) == 1
+    assert "differ" in capsys.readouterr().err and not list(gpu.rglob("*.json"))
+    monkeypatch.setattr(FakeMeter, "broken_at", None)
+    assert main.main(COMMAND) == 0
+    assert FakeMeter.measured == 50
+
+
+def test_interrupted(gpu, capsys, monkeypatch):
+    def interrupt(self, batch):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FakeMeter, "measure", interrupt)
+    assert main.main(COMMAND) == 130
+    assert "goes on where it stopped" in capsys.readouterr().err

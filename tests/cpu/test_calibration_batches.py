@@ -1,0 +1,175 @@
+"""Calibration batches, and how much work they are for either kernel."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sgl_prefix_attn.calibration.batches import (
+    LENGTHS,
+    MAX_BATCH,
+    SHARING,
+    SHORTEST,
+    draw,
+    prefix_lens,
+)
+from sgl_prefix_attn.calibration.stockwork import CTAS, PIECE_TOKENS, SHORTEST_PIECE, stock_work
+from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.packs import make_packs
+from sgl_prefix_attn.plan.profit import choose_merges
+from sgl_prefix_attn.plan.tiles import tile_packs
+from sgl_prefix_attn.plan.work import ITEM_TOKENS, SHARED_CTAS, TAIL_CTAS
+from sgl_prefix_attn.records import HeadConfig
+from tests.cpu.forests import chain, owners, path_tables, planner
+
+POOL = 200_000
+COUNT = 200
+
+
+@pytest.fixture(scope="module")
+def batches():
+    return draw(3, COUNT, POOL)
+
+
+def equal(a, b) -> bool:
+    return all(
+        np.array_equal(x, y) for x, y in zip(vars(a).values(), vars(b).values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_batches_fit_the_pool_with_page_rounding(page_size):
+    for batch in draw(1, 60, POOL, page_size):
+        private = batch.paths.seq_lens - prefix_lens(batch.paths)
+        assert (private >= 1).all() and 1 <= batch.size <= MAX_BATCH
+        assert not (batch.paths.length % page_size).any()
+        pages = -(-np.concatenate([batch.paths.length, private]).astype(int) // page_size)
+        assert pages.sum() * page_size <= POOL
+
+
+def test_every_family_occurs_equally_often(batches):
+    names = [batch.name for batch in batches]
+    families = {f"{lengths}/{sharing}" for lengths in LENGTHS for sharing in SHARING}
+    assert {names.count(family) for family in families} == {COUNT // len(families)}
+    assert set(names) == families
+
+
+def test_what_is_shared(batches):
+    """From nothing to 95 % and more of what a query-centric kernel reads."""
+    for batch in batches:
+        shares = "none" not in batch.name
+        assert (batch.shared_share > 0) is shares
+        assert (batch.paths.length.size > 0) is shares
+        if not shares:
+            assert batch.paths.seq_lens.min() >= SHORTEST
+    shared = [batch.shared_share for batch in batches if "none" not in batch.name]
+    assert min(shared) < 0.1 and max(shared) > 0.85
+    depths = [len(chain(b.paths, 0)) for b in batches if "levels" in b.name]
+    assert set(depths) == {2, 3, 4}
+
+
+def test_sizes_and_lengths_span_their_ranges(batches):
+    sizes = [batch.size for batch in batches]
+    assert min(sizes) <= 3 and max(sizes) > 150
+    longest = [int(batch.paths.seq_lens.max()) for batch in batches]
+    assert min(longest) < 300 and max(longest) > 30_000
+
+
+def test_unique_tokens_are_those_with_different_owners(batches):
+    for batch in batches[5:40:7]:
+        owned = {}
+        for row in range(batch.size):
+            for owner, tokens in zip(*np.unique(owners(batch.paths, row), return_counts=True),
+                                     strict=True):  # fmt: skip
+                owned[int(owner)] = int(tokens)
+        # draw() makes no node without requests
+        assert batch.unique_tokens == sum(owned.values())
+
+
+def test_the_same_seed_gives_the_same_batches(batches):
+    again, other = draw(3, COUNT, POOL), draw(4, 20, POOL)
+    assert all(equal(a.paths, b.paths) for a, b in zip(batches, again, strict=True))
+    assert not any(equal(a.paths, b.paths) for a, b in zip(batches, other, strict=False))
+    longer = draw(3, COUNT + 1, POOL)
+    assert equal(longer[COUNT - 1].paths, batches[-1].paths)
+
+
+def plain_stock_work(lens, num_sms, num_kv_heads):
+    """FlashInfer's rule in plain Python: the smallest piece with which all pieces run at once,
+    then each piece in turn on the CTA that is free first."""
+    slots = max(1, CTAS * num_sms // num_kv_heads)
+    longest = max(*lens, SHORTEST_PIECE)
+    fitting = [
+        piece
+        for piece in range(SHORTEST_PIECE, longest + 1)
+        if sum(math.ceil(n / piece) for n in lens) <= slots
+    ]
+    piece = fitting[0] if fitting else longest
+    parts = [min(piece, n - start) for n in lens for start in range(0, n, piece)]
+    free = [0] * slots
+    for part in parts:
+        first = free.index(min(free))
+        free[first] += part + PIECE_TOKENS
+    return len(parts), max(free)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lens=st.lists(st.integers(1, 900), min_size=1, max_size=12),
+    num_sms=st.integers(1, 12),
+    num_kv_heads=st.sampled_from([1, 2, 4]),
+)
+def test_stock_work(lens, num_sms, num_kv_heads):
+    lens = [*lens, 40]
+    work = stock_work(np.array(lens, np.int32), 33, num_sms, num_kv_heads)
+    assert (work.pieces, work.chain) == plain_stock_work(lens, num_sms, num_kv_heads)
+    assert (work.batch_size, work.tokens, work.unique) == (len(lens), sum(lens), 33)
+    assert work.longest == max(lens)
+
+
+def test_a_batch_that_fills_the_gpu_is_not_split():
+    work = stock_work(np.full(64, 1000), 64_000, num_sms=4, num_kv_heads=1)
+    assert work.pieces == 64 and work.chain == 8 * (1000 + PIECE_TOKENS)
+
+
+def plain_plan_work(tiling, partials, tile_set, heads):
+    """Totals and chains, one work item at a time."""
+    sums = {name: 0 for name in ("tail_tokens", "shared_tokens", "reread_tokens", "shared_rows",
+                                 "tail_items", "shared_items")}  # fmt: skip
+    items = {"tail": [], "shared": []}
+    for job in range(tiling.tile.size):
+        tile = tile_set.tiles[tiling.tile[job]]
+        tokens, rows, splits = (int(x[job]) for x in (tiling.tokens, tiling.row_tiles,
+                                                      tiling.splits))  # fmt: skip
+        kind = "tail" if tile.requests else "shared"
+        sums[f"{kind}_tokens"] += tokens
+        sums[f"{kind}_items"] += rows * splits
+        items[kind] += [tokens / splits] * (rows * splits)
+        if kind == "shared":
+            sums["reread_tokens"] += tokens * (rows - 1)
+            sums["shared_rows"] += tokens * rows * tile.block_m
+    chains = {}
+    for kind, ctas in (("tail", TAIL_CTAS), ("shared", SHARED_CTAS)):
+        free = [0.0] * max(1, tile_set.num_sms * ctas // heads.num_kv_heads)
+        for tokens in sorted(items[kind], reverse=True):
+            free[free.index(min(free))] += tokens + ITEM_TOKENS
+        chains[f"{kind}_chain"] = max(free)
+    return sums | chains | {"partials": partials}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    paths=path_tables(),
+    heads=st.sampled_from([HeadConfig(8, 2, 64), HeadConfig(4, 4, 64), HeadConfig(16, 1, 64)]),
+    strategy=st.sampled_from(["naive", "calibrated"]),
+)
+def test_plan_work(paths, heads, strategy):
+    maker = planner(heads, strategy)
+    plan = maker.plan(paths)
+    forest = build_forest(paths)
+    packs = make_packs(forest, choose_merges(forest, strategy, maker.costs))
+    tiling = tile_packs(packs, maker.tile_set, maker.costs)
+    wanted = plain_plan_work(tiling, plan.num_partials, maker.tile_set, heads)
+    assert vars(plan.work) == pytest.approx(wanted, rel=1e-12)

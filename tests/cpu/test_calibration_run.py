@@ -1,0 +1,278 @@
+"""Calibration from start to end with a made-up GPU: rates, resumed measuring, an honest fit."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from sgl_prefix_attn.calibration import fit, measure, report, run, samples
+from sgl_prefix_attn.calibration.batches import path_table
+from sgl_prefix_attn.calibration.codec import CalibrationError
+from sgl_prefix_attn.calibration.measure import BatchMeter
+from sgl_prefix_attn.calibration.rates import (
+    MAX_QUERIES,
+    check_plausible,
+    measure_rates,
+    min_pool,
+    unshared,
+)
+from sgl_prefix_attn.execution import padding_plan
+from sgl_prefix_attn.executor import Capacity
+from sgl_prefix_attn.plan import CostModel, Planner
+from sgl_prefix_attn.plan.costs import GPU_RATES
+from sgl_prefix_attn.records import HeadConfig
+from sgl_prefix_attn.tuning import default_tile_set, gpu_tile_set
+from tests.cpu.calibrations import HEADS, KEY, NUM_SMS, PREFIX, STOCK, TASK, FakeMeter
+
+LARGE = replace(TASK, count=240)
+
+
+@pytest.fixture(autouse=True)
+def fresh_counter(monkeypatch):
+    monkeypatch.setattr(FakeMeter, "measured", 0)
+    monkeypatch.setattr(FakeMeter, "broken_at", None)
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory):
+    """Samples without noise."""
+    path = tmp_path_factory.mktemp("samples") / "exact.jsonl"
+    run.measure(LARGE, path, FakeMeter, say=list)
+    return path
+
+
+def test_rates_are_what_the_gpu_does():
+    for heads in (HEADS, HeadConfig(32, 8, 128), HeadConfig(8, 1, 128), HeadConfig(16, 16, 64)):
+        for page_size in (1, 16, 128):
+            tiles, known = gpu_tile_set(NUM_SMS, heads), GPU_RATES["H100"]
+            planner = Planner(heads, tile_set=tiles, strategy="naive")
+            pool = min_pool(page_size)
+            capacity = Capacity.for_server(MAX_QUERIES, pool, planner.headroom, tiles)
+
+            class Meter(FakeMeter):
+                def prefix_us(self, plan, paths):
+                    assert capacity.covers(plan), plan.stats  # noqa: B023
+                    assert plan.batch_size in (0, paths.seq_lens.size)
+                    return super().prefix_us(plan, paths)
+
+            meter = Meter(planner, MAX_QUERIES)
+            got = measure_rates(meter, planner, NUM_SMS, 2, pool, page_size)
+            assert (got.launch, got.ctas) == (known.launch, known.ctas)
+            for name in ("bandwidth", "mma", "item"):
+                assert getattr(got, name) == pytest.approx(getattr(known, name), rel=0.1), name
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_the_meter_runs_any_plan_over_the_kv_of_any_paths(page_size):
+    """The real meter, on the CPU: the padding plan, and a plan whose result is looked at."""
+    planner = Planner(HEADS, tile_set=default_tile_set("cpu", HEADS), strategy="naive")
+    meter = BatchMeter(
+        planner,
+        dtype=torch.float32,
+        page_size=page_size,
+        pool_tokens=2048,
+        max_batch=16,
+        device=torch.device("cpu"),
+    )
+    assert meter.prefix_us(padding_plan(planner), unshared(1, 64)) > 0
+    paths = path_table([(-1, 48), (0, 16)], [1, 1, 0, -1], [64, 64, 48, 0], [1, 40, 9, 70])
+    assert meter.prefix_us(planner.plan(paths), paths) > 0
+    slots, num_slots = measure._slots(paths, page_size, meter.device)
+    (k, v), *_ = layers = meter._layers(num_slots)
+    timer = meter._prefix_timer(planner.plan(paths), paths, slots, layers)
+    timer.replay()
+    for row, length in enumerate(paths.seq_lens.tolist()):
+        keys, values = (
+            x[slots[row, :length]].repeat_interleave(HEADS.group_size, 1) for x in (k, v)
+        )
+        scores = torch.einsum("hd,thd->ht", meter._q[row], keys) * HEADS.head_dim**-0.5
+        wanted = torch.einsum("ht,thd->hd", scores.softmax(1), values)
+        torch.testing.assert_close(timer.outs[0][row], wanted, rtol=1e-3, atol=1e-4)
+    shared = slots[:3, :48]
+    assert (shared == shared[0]).all() and (slots[:2, :64] == slots[0, :64]).all()
+
+
+def test_rates_of_a_disturbed_gpu_are_refused():
+    planner = Planner(HEADS, tile_set=gpu_tile_set(NUM_SMS, HEADS), strategy="naive")
+    steady, slow = FakeMeter(planner, MAX_QUERIES), FakeMeter(planner, MAX_QUERIES)
+    usual = steady.prefix_us
+    # Each time is the same; unshared requests take longer than items of shared KV explain.
+    steady.prefix_us = lambda plan, paths: 10.0
+    slow.prefix_us = lambda plan, paths: usual(plan, paths) + 1e4 * (plan.batch_size == 128)
+    for meter, name in ((steady, "bandwidth"), (slow, "item")):
+        with pytest.raises(RuntimeError, match=f"make no sense: {name}"):
+            measure_rates(meter, planner, NUM_SMS, 2, 1 << 17, 1)
+
+
+@pytest.mark.parametrize("name", ["bandwidth", "mma", "item", "launch"])
+@pytest.mark.parametrize("factor", [0.2, 5.0])
+def test_implausible_rates_are_refused_with_the_numbers(name, factor):
+    known = GPU_RATES["H100"]
+    check_plausible(known, KEY.gpu)
+    bad = replace(known, **{name: getattr(known, name) * factor})
+    with pytest.raises(RuntimeError, match=f"measured {name} .* usual is"):
+        check_plausible(bad, KEY.gpu)
+    check_plausible(bad, "NVIDIA X1")  # nothing is known about it
+
+
+def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
+    path, done = tmp_path / "new" / "s.jsonl", []
+    monkeypatch.setattr(FakeMeter, "broken_at", 25)
+    with pytest.raises(RuntimeError, match="differ"):
+        run.measure(TASK, path, FakeMeter, say=list)
+    assert len(samples.read(path).rows) == 25
+    with path.open("ab") as file:  # a crash in the middle of a line
+        file.write(b"[25,3,77")
+    monkeypatch.setattr(FakeMeter, "broken_at", None)
+    said = []
+    run.measure(TASK, path, FakeMeter, say=said.append, progress=done.append)
+    assert FakeMeter.measured == TASK.count
+    assert done == list(range(1, TASK.count + 1))
+    assert "25 of 60 batches are in" in said[0]
+    whole = tmp_path / "whole.jsonl"
+    run.measure(TASK, whole, FakeMeter, say=list)
+    assert path.read_bytes() == whole.read_bytes()
+
+
+def test_a_finished_run_measures_nothing_again(exact):
+    run.measure(LARGE, exact, lambda *args: pytest.fail("no meter is needed"), say=list)
+
+
+def test_fresh_forgets(tmp_path):
+    path = tmp_path / "s.jsonl"
+    for _ in range(2):
+        run.measure(TASK, path, FakeMeter, fresh=True, say=list)
+    assert FakeMeter.measured == 2 * TASK.count
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 1},
+        {"count": 61},
+        {"pool_tokens": 150_000},
+        {"num_sms": 114},
+        {"versions": {"torch": "2"}},
+        {"key": replace(KEY, page_size=16)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_another_header_starts_afresh(change, tmp_path):
+    path, said = tmp_path / "s.jsonl", []
+    run.measure(TASK, path, FakeMeter, say=list)
+    FakeMeter.measured = 0
+    other = replace(TASK, **change)
+    run.measure(other, path, FakeMeter, say=said.append)
+    assert FakeMeter.measured == other.count and samples.read(path).task == other
+    assert said[0].startswith(f"starting afresh: {path} holds samples of")
+
+
+@pytest.mark.parametrize("content", [b"", b"{}\n", b"torn header", b"\x00\n"])
+def test_no_samples_file_starts_afresh(content, tmp_path):
+    path, said = tmp_path / "s.jsonl", []
+    path.write_bytes(content)
+    run.measure(TASK, path, FakeMeter, say=said.append)
+    assert said[0].startswith(f"starting afresh: {path}: ")
+    assert len(samples.read(path).rows) == TASK.count
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"{}", "no measured times|no sample"),
+        (b"[0,1", "no sample"),
+        (b"[0,3,70,1.5]", "no sample"),
+        (b"[0,3,70,1.5,0]", "no measured times"),
+        (b'[0,3,70,"1",2.0]', "no measured times"),
+    ],
+)
+def test_a_spoilt_line_before_the_last_is_refused(line, reason, exact, tmp_path):
+    lines = exact.read_bytes().splitlines()
+    lines[3] = line
+    path = tmp_path / "s.jsonl"
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    with pytest.raises(CalibrationError, match=reason) as error:
+        run.fit_samples(path)
+    assert str(path) in str(error.value)
+
+
+def test_samples_of_batches_that_are_drawn_otherwise_today_are_refused(exact, tmp_path):
+    lines = exact.read_bytes().splitlines()
+    lines[1], lines[2] = lines[1].replace(b"[0,", b"[1,"), lines[2].replace(b"[1,", b"[0,")
+    path = tmp_path / "s.jsonl"
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    with pytest.raises(CalibrationError, match="measure with --fresh"):
+        run.fit_samples(path)
+    with pytest.raises(CalibrationError, match="measure with --fresh"):
+        run.measure(LARGE, path, FakeMeter, say=list)
+
+
+def test_too_few_samples_are_refused(exact, tmp_path):
+    path = tmp_path / "s.jsonl"
+    path.write_bytes(b"\n".join(exact.read_bytes().splitlines()[:30]) + b"\n")
+    with pytest.raises(CalibrationError, match="29 samples, a fit needs 40"):
+        run.fit_samples(path)
+
+
+def test_the_fit_recovers_what_the_times_were_made_with(exact):
+    measured = run.read_measured(exact)
+    stock = fit.fit_stock(measured.stock_works, measured.stock_us, measured.costs)
+    prefix = fit.fit_prefix(measured.prefix_works, measured.prefix_us, measured.costs)
+    assert stock.coefficients == pytest.approx(STOCK, rel=0.02)
+    assert prefix.coefficients == pytest.approx(PREFIX, rel=0.02)
+
+
+def test_a_calibration_from_a_samples_file_needs_no_gpu(exact):
+    got = run.fit_samples(exact)
+    assert (got.key, got.num_sms, got.samples, got.source) == (KEY, NUM_SMS, 240, "measured")
+    assert got.versions == TASK.versions
+    assert got.rates == samples.read(exact).rates
+    assert max(got.errors.values()) < 0.005
+    assert got.costs == CostModel.from_rates(got.rates, HEADS)
+
+
+def test_the_error_on_unseen_batches_is_about_the_noise(tmp_path):
+    path, noise = tmp_path / "s.jsonl", 0.08
+    run.measure(LARGE, path, partial(FakeMeter, noise=noise), say=list)
+    measured = run.read_measured(path)
+    held_out = run.hold_out(measured)
+    got = run.finish(measured, held_out)
+    for error in got.errors.values():
+        assert noise * 0.85 < error < noise * 1.4
+    # Not the error on batches that the fit has seen, which is smaller than the noise.
+    seen = run.timemodel.predict_stock
+    fitted = np.array([seen(got.stock, work, measured.costs) for work in measured.stock_works])
+    assert fit.log_rms(fitted, measured.stock_us) < 0.9 * got.errors["stock"]
+
+
+def test_each_batch_is_predicted_by_a_fit_without_it():
+    works = list(range(23))
+    seen = []
+
+    def fit_mean(part, us, costs):
+        assert us.tolist() == [10.0 * work for work in part]
+        seen.append(set(part))
+        return set(part)
+
+    def predict(model, work, costs):
+        assert work not in model
+        return float(work)
+
+    predicted = fit.cross_validate(fit_mean, predict, works, np.arange(23) * 10.0, None)
+    assert predicted.tolist() == works
+    assert len(seen) == 5 and all(len(part) in (18, 19) for part in seen)
+
+
+def test_the_report_says_what_the_policy_makes_of_it(exact):
+    measured = run.read_measured(exact)
+    perfect = run.HeldOut(measured.stock_us, measured.prefix_us)
+    wrong = run.HeldOut(measured.prefix_us, measured.stock_us)
+    better = (measured.prefix_us < measured.stock_us).sum()
+    first, _, counts, ratios = report.lines(measured, perfect)
+    assert first == "stock: predictions err by 0.0%, at worst 0%"
+    assert f"faster in {better}" in counts and "policy 1.0" in ratios
+    assert report.policy_choice(measured, perfect).sum() <= better
+    worst = report.lines(measured, wrong)[3]
+    assert float(worst.split("policy ")[1].split()[0]) > 1.05
