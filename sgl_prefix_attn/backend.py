@@ -25,11 +25,11 @@ from sgl_prefix_attn import modelinfo, policy
 from sgl_prefix_attn.crosscheck import layer_mismatch
 from sgl_prefix_attn.envs import Settings
 from sgl_prefix_attn.execution import build, padding_plan
-from sgl_prefix_attn.metrics import StepCounters, process_exporter
 from sgl_prefix_attn.patches import batch_requests, verify_applied
 from sgl_prefix_attn.ranks import agreement
 from sgl_prefix_attn.records import Decision
 from sgl_prefix_attn.stepstate import Step, StepPreparer
+from sgl_prefix_attn.telemetry import counters_of
 from sgl_prefix_attn.variants import GraphVariants
 
 logger = logging.getLogger(__name__)
@@ -53,11 +53,7 @@ class PrefixAttnBackend(AttentionBackend):
         super().__init__()
         verify_applied()
         self.stock = create_stock(runner)
-        self.counters = StepCounters(
-            process_exporter()
-            if runner.server_args.enable_metrics and runner.ps.tp_rank == 0
-            else None
-        )
+        self.counters = counters_of(runner)
         # SGLang reads the pools through the active backend.
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
@@ -95,6 +91,7 @@ class PrefixAttnBackend(AttentionBackend):
         """Decide and plan the step that SGLang is about to run (after ForwardBatch.init_new)."""
         self._observed, self._active = None, _UNOBSERVED
         if not forward_batch.forward_mode.is_decode() or forward_batch.seq_lens_cpu is None:
+            self._steps.interrupt()
             return
         self._observed = self._steps.prepare(
             schedule_batch.reqs,

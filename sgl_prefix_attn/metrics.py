@@ -1,23 +1,29 @@
-"""What the decode steps did: counters in the scheduler process, exported to SGLang's /metrics.
+"""What the decode steps of one backend did: counters in the scheduler process.
 
-SGLang runs prometheus_client in multiprocess mode: the directory is set in the environment before
-the scheduler starts, and prometheus_client must not be imported before that. So it is imported
-when an exporter is built (in the backend's constructor), never with this module.
+exporter.py shows them on SGLang's /metrics, decode_log.py writes a line of them into the log.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
+import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from sgl_prefix_attn.records import Decision
+from sgl_prefix_attn.records import Decision, PlanStats
+
+if TYPE_CHECKING:
+    from sgl_prefix_attn.decode_log import DecodeLog
+    from sgl_prefix_attn.exporter import PrometheusExporter
 
 logger = logging.getLogger(__name__)
 
 KV_KINDS = ("read", "query_centric", "unique")
+# How a look at the batch ended: with a plan, with stock kernels and no plan, with an error.
+PLANNED, NO_PLAN, FAILED = "planned", "no_plan", "failed"
 
 
 class KvTokens(NamedTuple):
@@ -31,91 +37,75 @@ class KvTokens(NamedTuple):
     unique: int
 
 
-class PrometheusExporter:
-    """The counters as prometheus metrics, cached by label (an increment is about a microsecond)."""
+@dataclass(frozen=True)
+class KvSize:
+    """Attention layers of this rank, and the bytes of one token's K and V over all of them."""
 
-    def __init__(self, registry=None):
-        from prometheus_client import REGISTRY, Counter
+    num_layers: int
+    token_bytes: int
 
-        registry = REGISTRY if registry is None else registry
-        self._steps = Counter(
-            "sglang:prefix_attn_steps_total",
-            "Decode steps by kernel variant and the reason for it.",
-            ["variant", "reason"],
-            registry=registry,
+    @classmethod
+    def of(cls, layers, itemsize: int) -> KvSize:
+        """layers: this rank's RadixAttention modules; itemsize: bytes of a KV cache element."""
+        elements = sum(
+            x.tp_k_head_num * x.qk_head_dim + x.tp_v_head_num * x.v_head_dim for x in layers
         )
-        kv_tokens = Counter(
-            "sglang:prefix_attn_kv_tokens_total",
-            "KV tokens per layer: read, what a query-centric kernel reads, unique (planned steps).",
-            ["kind"],
-            registry=registry,
-        )
-        self._kv_tokens = {kind: kv_tokens.labels(kind=kind) for kind in KV_KINDS}
-        self._plans = Counter(
-            "sglang:prefix_attn_plans_total",
-            "Plans made, by what made the one before invalid.",
-            ["cause"],
-            registry=registry,
-        )
-        self._plan_seconds = Counter(
-            "sglang:prefix_attn_plan_seconds_total",
-            "Host seconds spent on planning.",
-            registry=registry,
-        )
-        self._mismatches = Counter(
-            "sglang:prefix_attn_check_mismatches_total",
-            "Layers whose prefix and stock outputs differed (SGL_PREFIX_ATTN_CHECK=1).",
-            registry=registry,
-        )
-        self._step_labels: dict = {}
-
-    def step(self, decision: Decision, kv_tokens: KvTokens) -> None:
-        child = self._step_labels.get(decision)
-        if child is None:
-            child = self._steps.labels(variant=decision.variant, reason=decision.reason)
-            self._step_labels[decision] = child
-        child.inc()
-        for kind in KV_KINDS:
-            self._kv_tokens[kind].inc(getattr(kv_tokens, kind))
-
-    def plan(self, cause: str, seconds: float) -> None:
-        self._plans.labels(cause=cause).inc()
-        self._plan_seconds.inc(seconds)
-
-    def mismatch(self) -> None:
-        self._mismatches.inc()
-
-
-@functools.cache
-def process_exporter() -> PrometheusExporter:
-    """The exporter to /metrics: one a process, as SGLang may build several backends in one."""
-    return PrometheusExporter()
+        return cls(len(layers), elements * itemsize)
 
 
 @dataclass
 class StepCounters:
-    """Counters of one backend. exporter None: in-process only."""
+    """Counters of one backend. exporter and decode_log None: in-process only."""
 
     exporter: PrometheusExporter | None = None
+    decode_log: DecodeLog | None = None
     steps: Counter = field(default_factory=Counter)  # Decision -> decode steps
     kv_tokens: Counter = field(default_factory=Counter)  # kind -> KV tokens per layer
     plans: Counter = field(default_factory=Counter)  # cause -> plans
-    plan_seconds: float = 0.0
+    last_plan: PlanStats | None = None
+    look_seconds: Counter = field(default_factory=Counter)  # outcome -> host seconds
     mismatches: int = 0
     _told: set = field(default_factory=set)
 
+    @property
+    def plan_seconds(self) -> float:
+        """Host seconds of the looks that made a plan."""
+        return self.look_seconds[PLANNED]
+
     def step(self, decision: Decision, kv_tokens: KvTokens) -> None:
         self.steps[decision] += 1
-        for kind in KV_KINDS:
-            self.kv_tokens[kind] += getattr(kv_tokens, kind)
+        for kind, tokens in zip(KV_KINDS, kv_tokens, strict=True):
+            self.kv_tokens[kind] += tokens
         if self.exporter is not None:
             self.exporter.step(decision, kv_tokens)
+        if self.decode_log is not None:
+            self.decode_log.step(decision, self)
 
-    def plan(self, cause: str, seconds: float) -> None:
-        self.plans[cause] += 1
-        self.plan_seconds += seconds
+    def interval(self, variant: str, seconds: float) -> None:
+        """Wall-clock time between the starts of two decode steps (intervals.StepIntervals)."""
         if self.exporter is not None:
-            self.exporter.plan(cause, seconds)
+            self.exporter.interval(variant, seconds)
+
+    @contextmanager
+    def look(self) -> Iterator[None]:
+        """Around a look at the batch: what it took, by how it ended."""
+        plans, outcome, start = self.plans.total(), FAILED, time.perf_counter()
+        try:
+            yield
+            outcome = NO_PLAN
+        finally:
+            if self.plans.total() > plans:
+                outcome = PLANNED
+            seconds = time.perf_counter() - start
+            self.look_seconds[outcome] += seconds
+            if self.exporter is not None:
+                self.exporter.look(outcome, seconds)
+
+    def plan(self, cause: str, stats: PlanStats) -> None:
+        self.plans[cause] += 1
+        self.last_plan = stats
+        if self.exporter is not None:
+            self.exporter.plan(cause, stats)
 
     def mismatch(self) -> None:
         self.mismatches += 1
@@ -139,6 +129,6 @@ class StepCounters:
             ],
             "kv_tokens": {kind: self.kv_tokens[kind] for kind in KV_KINDS},
             "plans": dict(sorted(self.plans.items())),
-            "plan_seconds": self.plan_seconds,
+            "look_seconds": dict(sorted(self.look_seconds.items())),
             "mismatches": self.mismatches,
         }

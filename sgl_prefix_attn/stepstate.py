@@ -8,7 +8,6 @@ Imports nothing of SGLang and touches no device: the backend executes the Step.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,10 +18,11 @@ from sgl_prefix_attn.calibration.predict import Predictor
 from sgl_prefix_attn.envs import Settings
 from sgl_prefix_attn.executor import PlanTooLarge
 from sgl_prefix_attn.lifetime import PlanLifetime
-from sgl_prefix_attn.metrics import KvTokens, StepCounters
+from sgl_prefix_attn.metrics import StepCounters
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.policy import PREFIX, BatchFacts, decide
-from sgl_prefix_attn.records import Decision, PathTable, Plan, PlanStats, Prediction
+from sgl_prefix_attn.records import Decision, PathTable, Plan, Prediction
+from sgl_prefix_attn.stepcount import StepCount
 from sgl_prefix_attn.tree import TreeInvariantError, check_paths, read_paths, unsupported_tree
 
 
@@ -72,6 +72,7 @@ class StepPreparer:
         self.counters = counters
         # Of the last look at the batch: until it is stale its decision and its plan stand.
         self.lifetime = PlanLifetime()
+        self._count = StepCount(counters)
         self._planner = planner
         self._fits = fits
         self._predictor = predictor
@@ -83,27 +84,35 @@ class StepPreparer:
         self._looked: Decision | None = None  # what the last look decided
         self._running: str | None = None  # variant of the last step ...
         self._steps = 0  # ... and for how many steps without a break
-        self._stats: PlanStats | None = None
-        self._steps_since_plan = 0
         self._prefix_steps = 0
 
     def prepare(
         self, reqs: Sequence, tree_cache, seq_lens: np.ndarray, req_to_token: torch.Tensor
     ) -> Step:
         """The step about to run: reqs in batch order, seq_lens int [B] with its token included."""
+        self._count.start(reqs)
         facts, decision = self._standing_facts(tree_cache, len(reqs))
         plan = None
         if decision.variant == PREFIX:
             decision, plan = self._look_if_stale(facts, reqs, tree_cache, seq_lens, req_to_token)
         self._steps = self._steps + 1 if self._running == decision.variant else 1
         self._running = decision.variant
+        if decision is self._looked:
+            self._count.known(decision, len(reqs))
+        else:
+            self._count.unread(decision, seq_lens)
         if decision.variant != PREFIX:
-            self._count_stock(decision, seq_lens)
+            self._tell_once(decision)
             return Step(decision)
-        self._count_prefix(decision, len(reqs), fresh=plan is not None)
         self._prefix_steps += 1
         check = self.settings.check and self._prefix_steps % self.settings.check_every == 0
+        if check:
+            self._count.interrupt()
         return Step(decision, plan, cross_check=check)
+
+    def interrupt(self) -> None:
+        """A forward pass that is no step of this preparer runs."""
+        self._count.interrupt()
 
     def only_stock(self, reason: str) -> None:
         """No step from now on can run prefix kernels."""
@@ -136,7 +145,8 @@ class StepPreparer:
             if cause is not None:
                 # Until the look has succeeded there is none: a failed try must look again.
                 self.lifetime.invalidate(cause)
-                self._looked, plan = self._look(facts, cause, reqs, tree_cache, seq_lens)
+                with self.counters.look():
+                    self._looked, plan = self._look(facts, cause, reqs, tree_cache, seq_lens)
         except Exception as error:
             fault = error
         # Ranks share requests, lengths and calibration, so they get here at the same steps.
@@ -151,21 +161,20 @@ class StepPreparer:
         self, facts: BatchFacts, cause: str, reqs, tree_cache, seq_lens
     ) -> tuple[Decision, Plan | None]:
         """Read the tree, predict, and plan unless no plan could win."""
-        start = time.perf_counter()
         paths = read_paths(reqs, tree_cache, seq_lens)
         if self._predictor is not None and facts.policy != PREFIX:
             facts, unique = self._with_stock_time(facts, paths)
             decision = decide(self._with_prefix_time(facts, self._predictor.least_prefix(unique)))
             if decision.variant != PREFIX:
-                self.lifetime.planned(reqs, seq_lens, self.settings.headroom)
+                self._stay_stock(reqs, seq_lens, unique)
                 return decision, None
         plan = self._planner.plan(paths)
+        self.counters.plan(cause, plan.stats)
         if facts.predicted is not None:
             facts = self._with_prefix_time(facts, self._predictor.prefix(plan.work))
         decision = decide(facts)
-        self.counters.plan(cause, time.perf_counter() - start)
         if decision.variant != PREFIX:
-            self.lifetime.planned(reqs, seq_lens, self.settings.headroom)
+            self._stay_stock(reqs, seq_lens, plan.stats.kv_tokens_unique)
             return decision, None
         if not self._fits(plan):
             raise PlanTooLarge(
@@ -173,8 +182,13 @@ class StepPreparer:
                 f"{plan.num_partials} partial rows do not fit the workspace"
             )
         self.lifetime.planned(reqs, seq_lens, plan.appends_left)
-        self._stats = plan.stats
+        self._count.looked_prefix(plan.stats)
         return decision, plan
+
+    def _stay_stock(self, reqs, seq_lens: np.ndarray, unique: int) -> None:
+        """Stock kernels until the batch changes or has grown enough to be looked at again."""
+        self.lifetime.planned(reqs, seq_lens, self.settings.headroom)
+        self._count.looked_stock(seq_lens, unique)
 
     def _with_stock_time(self, facts: BatchFacts, paths: PathTable) -> tuple[BatchFacts, int]:
         """Facts with the stock kernels' time, and the batch's unique KV tokens."""
@@ -218,23 +232,7 @@ class StepPreparer:
         )
         return reason
 
-    def _count_prefix(self, decision: Decision, batch_size: int, fresh: bool) -> None:
-        self._steps_since_plan = 0 if fresh else self._steps_since_plan + 1
-        # Since the plan every request has grown by one private token a step.
-        grown = batch_size * self._steps_since_plan
-        stats = self._stats
-        self.counters.step(
-            decision,
-            KvTokens(
-                read=stats.kv_tokens_read + grown,
-                query_centric=stats.kv_tokens_query_centric + grown,
-                unique=stats.kv_tokens_unique + grown,
-            ),
-        )
-
-    def _count_stock(self, decision: Decision, seq_lens: np.ndarray) -> None:
-        total = int(seq_lens.sum())
-        self.counters.step(decision, KvTokens(read=total, query_centric=total, unique=0))
+    def _tell_once(self, decision: Decision) -> None:
         self.counters.log_once(
             decision.reason,
             logging.INFO,

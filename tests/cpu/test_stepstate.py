@@ -8,46 +8,16 @@ import pytest
 from sgl_prefix_attn import stepstate
 from sgl_prefix_attn.envs import Settings
 from sgl_prefix_attn.executor import Capacity
-from sgl_prefix_attn.metrics import PrometheusExporter, StepCounters
-from sgl_prefix_attn.plan import Planner
-from sgl_prefix_attn.records import Decision, HeadConfig, Prediction
-from sgl_prefix_attn.stepstate import StepPreparer
-from sgl_prefix_attn.tuning import default_costs, default_tile_set
-from tests.cpu.fake_sglang import HiRadixCache, World
+from sgl_prefix_attn.records import Decision, Prediction
+from tests.cpu.fake_sglang import HiRadixCache
+from tests.cpu.steps import Failing, Times, planner, preparer, run, shared_world
 
-HEADS = HeadConfig(8, 2, 32)
-DEFAULTS = Settings()
 DEFAULT, ERROR = Decision("prefix", "default"), Decision("stock", "planner_error")
-
-
-def planner(headroom=64):
-    return Planner(
-        HEADS,
-        strategy="naive",  # every shared node is read once, whatever it costs
-        tile_set=default_tile_set("cpu", HEADS),
-        costs=default_costs("cpu", HEADS),
-        headroom=headroom,
-    )
-
-
-def preparer(settings=DEFAULTS, plan_with=None, fits=lambda plan: True, **options):
-    return StepPreparer(
-        settings, plan_with or planner(settings.headroom), fits, StepCounters(), **options
-    )
 
 
 @pytest.fixture
 def world():
-    world = World()
-    for i in range(4):
-        world.add([0] * 40 + [1 + i], tail=20)
-    return world
-
-
-def run(steps, world, grown, cache=None):
-    return steps.prepare(
-        world.reqs, cache or world.cache, world.seq_lens(grown), world.req_to_token
-    )
+    return shared_world()
 
 
 def test_plans_once_and_counts_every_step(world):
@@ -93,19 +63,6 @@ def test_the_graphs_decide_by_the_size_of_the_batch(world):
     assert run(steps, world, 2).decision == DEFAULT
     world.reqs.append(gone)
     assert run(steps, world, 3).decision == Decision("stock", "graph_batch_size")
-
-
-class Failing:
-    """A planner whose n-th call raises."""
-
-    def __init__(self, *failing_calls):
-        self.planner, self.failing, self.calls = planner(), failing_calls, 0
-
-    def plan(self, paths):
-        self.calls += 1
-        if self.calls in self.failing:
-            raise ZeroDivisionError("planted")
-        return self.planner.plan(paths)
 
 
 def test_a_planner_error_is_one_stock_step_counted_and_logged_once(world, caplog):
@@ -192,33 +149,6 @@ def test_cross_checks_every_nth_prefix_step(world):
     assert not run(steps, world, 1).cross_check
 
 
-def test_counters_are_exported(world):
-    from prometheus_client import CollectorRegistry
-
-    registry = CollectorRegistry()
-    steps = preparer()
-    steps.counters.exporter = PrometheusExporter(registry)
-    run(steps, world, 1)
-    run(steps, world, 2)
-    run(steps, world, 3, HiRadixCache())
-    steps.counters.mismatch()
-    value = registry.get_sample_value
-    name = "sglang:prefix_attn_steps_total"
-    assert value(name, {"variant": "prefix", "reason": "default"}) == 2
-    assert value(name, {"variant": "stock", "reason": "tree:HiRadixCache"}) == 1
-    assert value("sglang:prefix_attn_plans_total", {"cause": "first"}) == 1
-    assert value("sglang:prefix_attn_plan_seconds_total") > 0
-    assert value("sglang:prefix_attn_check_mismatches_total") == 1
-    for kind in ("read", "query_centric", "unique"):
-        assert (
-            value("sglang:prefix_attn_kv_tokens_total", {"kind": kind})
-            == steps.counters.kv_tokens[kind]
-        )
-    assert steps.counters.as_dict()["steps"][0] == {
-        "variant": "prefix", "reason": "default", "count": 2
-    }  # fmt: skip
-
-
 def test_a_steady_step_neither_reads_the_tree_nor_plans(world, monkeypatch):
     steps = preparer(plan_with=planner(headroom=100))
     run(steps, world, 1)
@@ -231,25 +161,6 @@ def test_a_steady_step_neither_reads_the_tree_nor_plans(world, monkeypatch):
         step = run(steps, world, grown)
         assert step.is_prefix and step.new_plan is None
     assert steps.counters.steps == {DEFAULT: 101}
-
-
-class Times:
-    """A predictor with given microseconds; remembers what it was asked."""
-
-    def __init__(self, stock, prefix, least=1.0):
-        self.stock_us, self.prefix_us, self.least_us = stock, prefix, least
-        self.asked = []
-
-    def stock(self, seq_lens, unique):
-        self.asked.append((seq_lens.tolist(), unique))
-        return self.stock_us
-
-    def prefix(self, work):
-        assert work.tail_tokens + work.shared_tokens > 0
-        return self.prefix_us
-
-    def least_prefix(self, unique):
-        return self.least_us
 
 
 SLOWER, FASTER = Decision("stock", "predicted_slower"), Decision("prefix", "predicted_faster")
@@ -271,6 +182,23 @@ def test_no_plan_is_made_where_none_could_win(world):
     steps = preparer(plan_with=Failing(1), predictor=Times(stock=10.0, prefix=5.0, least=9.9))
     assert [run(steps, world, grown).decision for grown in (1, 2)] == [SLOWER, SLOWER]
     assert not steps.counters.plans
+
+
+def test_unique_tokens_of_stock_steps_are_known_where_the_tree_was_read(world):
+    # Decided before a plan was made, and after one.
+    for least in (9.9, 1.0):
+        steps = preparer(predictor=Times(stock=10.0, prefix=20.0, least=least))
+        for grown in (1, 2, 3):
+            assert run(steps, world, grown).decision == SLOWER
+        total = 4 * (42 + 43 + 44)
+        unique = 3 * 40 + 4 * (2 + 3 + 4)
+        assert steps.counters.kv_tokens == {
+            "read": total,
+            "query_centric": total,
+            "unique": unique,
+        }
+        run(steps, world, 4, HiRadixCache())
+        assert steps.counters.kv_tokens["unique"] == unique
 
 
 def test_a_stock_batch_is_looked_at_again_when_it_changes_or_has_grown(world):

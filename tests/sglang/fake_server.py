@@ -87,6 +87,7 @@ class Server:
             ps=SimpleNamespace(tp_rank=0, tp_size=tp_size),
             server_args=SimpleNamespace(
                 enable_metrics=False,
+                decode_log_interval=40,
                 dcp_size=1,
                 enable_dp_attention=False,
                 enable_two_batch_overlap=False,

@@ -7,11 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_prefix_attn.envs import Settings
+from sgl_prefix_attn.exporter import PrometheusExporter
+from sgl_prefix_attn.metrics import KvSize
+from sgl_prefix_attn.telemetry import counters_of
 from tests.cpu.fake_sglang import HiRadixCache
-from tests.sglang.fake_server import HQ, Server
+from tests.sglang.fake_server import HKV, HQ, D, Server
 
 
 @pytest.fixture
@@ -104,3 +108,24 @@ def test_cross_check_counts_a_layer_that_differs(monkeypatch):
         server.attend(server.batch(grown))
     assert server.stock.calls == ["metadata", "decode"], "every second step"
     assert server.backend.counters.mismatches == 1, "the fake stock backend is wrong"
+
+
+def test_a_prefill_in_between_is_part_of_no_steps_time(server):
+    registry = CollectorRegistry()
+    server.backend.counters.exporter = PrometheusExporter(KvSize(1, 1), registry)
+    for grown in (1, 2, 3):
+        eager_step(server, grown)
+    server.observe(server.batch(3, ForwardMode.EXTEND))
+    for grown in (4, 5):
+        eager_step(server, grown)
+    name = "sglang:prefix_attn_decode_interval_seconds_count"
+    assert registry.get_sample_value(name, {"variant": "prefix"}) == 1
+
+
+def test_rank_0_logs_with_the_size_of_its_own_kv(server, monkeypatch):
+    size = []
+    monkeypatch.setattr("sgl_prefix_attn.telemetry.DecodeLog", lambda *args: size.append(args))
+    counters_of(server.runner)
+    server.runner.ps.tp_rank = 1
+    assert counters_of(server.runner).decode_log is None
+    assert size == [(40, KvSize(num_layers=1, token_bytes=2 * HKV * D * 4))]

@@ -1,0 +1,18 @@
+"""What a ModelRunner's decode steps are counted into, by rank and server arguments."""
+
+from __future__ import annotations
+
+from sgl_prefix_attn import modelinfo
+from sgl_prefix_attn.decode_log import DecodeLog
+from sgl_prefix_attn.exporter import PrometheusExporter
+from sgl_prefix_attn.metrics import KvSize, StepCounters
+
+
+def counters_of(runner) -> StepCounters:
+    """Tensor-parallel rank 0 logs and, with --enable-metrics, exports; the others only count."""
+    if runner.ps.tp_rank != 0:
+        return StepCounters()
+    args = runner.server_args
+    size = KvSize.of(modelinfo.attention_layers(runner), runner.kv_cache_dtype.itemsize)
+    exporter = PrometheusExporter(size) if args.enable_metrics else None
+    return StepCounters(exporter, DecodeLog(args.decode_log_interval, size))

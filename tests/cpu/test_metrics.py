@@ -1,0 +1,240 @@
+"""What /metrics and the log say about decode steps, against numbers counted by hand."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from sgl_prefix_attn.decode_log import DecodeLog
+from sgl_prefix_attn.envs import Settings
+from sgl_prefix_attn.exporter import PrometheusExporter
+from sgl_prefix_attn.intervals import StepIntervals
+from sgl_prefix_attn.metrics import KvSize, StepCounters
+from tests.cpu.fake_sglang import HiRadixCache
+from tests.cpu.steps import Failing, Times, preparer, run, shared_world
+
+# Three layers with 2 KV heads of 32, one with other head dims; bf16.
+LAYER = SimpleNamespace(tp_k_head_num=2, tp_v_head_num=2, qk_head_dim=32, v_head_dim=32)
+WIDE_K = SimpleNamespace(tp_k_head_num=2, tp_v_head_num=2, qk_head_dim=48, v_head_dim=32)
+SIZE = KvSize.of([LAYER] * 3 + [WIDE_K], itemsize=2)
+
+
+@pytest.fixture
+def world():
+    return shared_world()
+
+
+@pytest.fixture
+def registry():
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def value(registry):
+    """Value of a metric by its name without the prefix, and labels."""
+    return lambda name, **labels: registry.get_sample_value(f"sglang:prefix_attn_{name}", labels)
+
+
+def exported(registry, *args, **options):
+    return preparer(*args, counters=StepCounters(PrometheusExporter(SIZE, registry)), **options)
+
+
+def test_the_size_of_a_token_is_k_and_v_of_all_layers():
+    assert SIZE == KvSize(num_layers=4, token_bytes=2 * (3 * (2 * 32 + 2 * 32) + 2 * 48 + 2 * 32))
+
+
+def test_steps_are_exported_by_variant_and_reason(world, registry, value):
+    steps = exported(registry)
+    run(steps, world, 1)
+    run(steps, world, 2)
+    run(steps, world, 3, HiRadixCache())
+    steps.counters.mismatch()
+    assert value("steps_total", variant="prefix", reason="default") == 2
+    assert value("steps_total", variant="stock", reason="tree:HiRadixCache") == 1
+    assert value("check_mismatches_total") == 1
+    assert steps.counters.as_dict()["steps"] == [
+        {"variant": "prefix", "reason": "default", "count": 2},
+        {"variant": "stock", "reason": "tree:HiRadixCache", "count": 1},
+    ]
+
+
+def test_kv_is_exported_in_bytes_of_all_layers_and_in_tokens_of_one(world, registry, value):
+    steps = exported(registry)
+    run(steps, world, 1)
+    run(steps, world, 2)
+    run(steps, world, 3, HiRadixCache())  # its tree is not read: nothing is known to be shared
+    tokens = {
+        "read": 40 + 4 * 2 + 40 + 4 * 3 + 4 * 44,
+        "query_centric": 4 * (42 + 43 + 44),
+        "unique": 40 + 4 * 2 + 40 + 4 * 3,
+    }
+    token_bytes = (3 * 4 * 32 + 2 * (48 + 32)) * 2
+    for kind, count in tokens.items():
+        assert value("kv_tokens_total", kind=kind) == count
+        assert value("kv_bytes_total", kind=kind) == count * token_bytes
+
+
+def test_plans_are_exported_by_cause_with_their_parts(world, registry, value):
+    steps = exported(registry, Settings(headroom=1))
+    plans = [run(steps, world, grown).new_plan for grown in (1, 2, 3)]
+    assert plans[1] is None
+    assert value("plans_total", cause="first") == value("plans_total", cause="headroom") == 1
+    made = [plans[0].stats, plans[2].stats]
+    assert value("plan_packs_total") == sum(stats.num_packs for stats in made) == 2 * 5
+    assert value("plan_work_items_total") == sum(stats.num_items for stats in made) > 0
+
+
+def test_time_on_the_host_is_told_apart_by_how_the_look_ended(world, registry, value):
+    times = Times(stock=10.0, prefix=5.0, least=9.9)
+    failing = Failing(1)
+    steps = exported(registry, plan_with=failing, predictor=times)
+    run(steps, world, 1)
+    assert value("plan_seconds_total", outcome="no_plan") > 0
+    assert value("plan_seconds_total", outcome="planned") is None
+    times.least_us = 1.0
+    world.reqs.pop()
+    run(steps, world, 2)
+    assert value("plan_seconds_total", outcome="failed") > 0
+    assert value("plan_seconds_total", outcome="planned") is None
+    run(steps, world, 3)
+    planned = value("plan_seconds_total", outcome="planned")
+    assert planned == steps.counters.plan_seconds > 0
+    run(steps, world, 4)
+    assert value("plan_seconds_total", outcome="planned") == planned, "a steady step"
+
+
+def test_a_plan_that_is_not_run_is_a_plan(world, registry, value):
+    steps = exported(registry, predictor=Times(stock=10.0, prefix=20.0))
+    assert run(steps, world, 1).new_plan is None
+    assert value("plans_total", cause="first") == 1
+    assert value("plan_seconds_total", outcome="planned") > 0
+    assert value("plan_seconds_total", outcome="no_plan") is None
+
+
+def test_predicted_seconds_are_those_of_the_kernels_that_ran_over_all_layers(
+    world, registry, value
+):
+    times = Times(stock=30.0, prefix=20.0)
+    steps = exported(registry, predictor=times)
+    run(steps, world, 1)
+    run(steps, world, 2)
+    run(steps, world, 3, HiRadixCache())  # rests on no prediction
+    assert value("predicted_attention_seconds_total", variant="prefix") == pytest.approx(
+        2 * 4 * 20e-6
+    )
+    assert value("predicted_attention_seconds_total", variant="stock") == 0
+
+
+def test_intervals_are_exported_until_something_else_runs(world, registry, value):
+    steps = exported(registry)
+    for grown in (1, 2, 3, 4):
+        run(steps, world, grown)
+    counted = value("decode_interval_seconds_count", variant="prefix")
+    assert counted == 2
+    assert value("decode_interval_seconds_sum", variant="prefix") > 0
+    steps.interrupt()  # a prefill
+    run(steps, world, 5)
+    run(steps, world, 6)
+    assert value("decode_interval_seconds_count", variant="prefix") == counted
+
+
+def test_the_time_of_a_cross_checked_step_is_not_a_steps_time(world, registry, value):
+    steps = exported(registry, Settings(check=True, check_every=2))
+    for grown in range(1, 9):
+        run(steps, world, grown)
+    assert value("decode_interval_seconds_count", variant="prefix") == 0
+
+
+# --- which intervals tell a step's time ----------------------------------------------------------
+
+
+def intervals(*events):
+    """What start() tells at each step; an event is (time, requests, variant) or "interrupt"."""
+    now = [0.0]
+    made, told = StepIntervals(clock=lambda: now[0]), []
+    for event in events:
+        if event == "interrupt":
+            made.interrupt()
+            continue
+        now[0], reqs, variant = event
+        told.append(made.start(reqs))
+        made.ran(variant)
+    return told
+
+
+A, B, C = object(), object(), object()
+
+
+def test_an_interval_needs_the_step_before_it_too():
+    """With overlap scheduling it is the time of the step before, or of the prefill before that."""
+    told = intervals((1, [A], "prefix"), (3, [A], "prefix"), (6, [A], "prefix"), (10, [A], "stock"))
+    assert told == [None, None, ("prefix", 3), ("prefix", 4)]
+
+
+def test_an_interval_around_a_switch_is_neither_variants():
+    told = intervals(*((t, [A], "stock" if t < 4 else "prefix") for t in range(1, 8)))
+    assert [t and t[0] for t in told] == [None, None, *["stock"] * 2, None, *["prefix"] * 2]
+
+
+def test_a_prefill_in_between_starts_anew():
+    steps = [(t, [A], "prefix") for t in range(1, 7)]
+    assert intervals(*steps[:3], "interrupt", *steps[3:]) == [
+        None, None, ("prefix", 1), None, None, ("prefix", 1)
+    ]  # fmt: skip
+
+
+def test_requests_may_leave_but_not_all_of_them():
+    told = intervals(
+        (1, [A, B], "prefix"),
+        (2, [A, B], "prefix"),
+        (3, [A], "prefix"),
+        (60, [C], "prefix"),  # idle since A ended: its KV may come from another server
+        (61, [C, B], "prefix"),
+        (62, [C, B], "prefix"),
+    )
+    assert told == [None, None, ("prefix", 1), None, None, ("prefix", 1)]
+
+
+# --- the line in the log -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lines(caplog):
+    caplog.set_level(logging.INFO, logger="sgl_prefix_attn.decode_log")
+    return lambda: [
+        r.getMessage() for r in caplog.records if r.name == "sgl_prefix_attn.decode_log"
+    ]
+
+
+def test_a_line_every_interval_says_what_came_since_the_last(world, lines):
+    size = KvSize(num_layers=4, token_bytes=10**6)
+    steps = preparer(counters=StepCounters(decode_log=DecodeLog(2, size)))
+    stats = run(steps, world, 1).new_plan.stats
+    assert not lines()
+    run(steps, world, 2)
+    run(steps, world, 3)
+    assert len(lines()) == 1
+    run(steps, world, 4, HiRadixCache())
+    first, second = lines()
+    assert first.startswith(
+        # (40 + 4 * 2) + (40 + 4 * 3) tokens of 4 * (42 + 43), a megabyte each
+        "Prefix attention, #step: 2, prefix (default): 2, KV read: 0.100 GB, "
+        "KV saved: 0.240 GB (70.6%), #plan: 1 (first 1), planning (ms): "
+    )
+    assert first.endswith(f"last plan: #pack: 5, #work-item: {stats.num_items}")
+    assert "#step: 2, prefix (default): 1, stock (tree:HiRadixCache): 1, " in second
+    # 40 + 4 * 4 and 4 * 45 tokens; without sharing 4 * (44 + 45)
+    assert "KV read: 0.236 GB, KV saved: 0.120 GB (33.7%), #plan: 0, planning (ms): 0.00" in second
+
+
+def test_the_line_tells_both_predictions_of_the_last_decision(world, lines):
+    times = Times(stock=30.04, prefix=20.0)
+    steps = preparer(counters=StepCounters(decode_log=DecodeLog(2, SIZE)), predictor=times)
+    run(steps, world, 1)
+    times.stock_us = 99.0
+    world.reqs.pop()
+    run(steps, world, 2)
+    (line,) = lines()
+    assert "prefix (predicted_faster): 2, " in line
+    assert "predicted us/layer: prefix 20.0, stock 99.0, #plan: 2 (" in line
