@@ -22,6 +22,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sgl_prefix_attn import modelinfo, policy
+from sgl_prefix_attn.calibration.predict import Predictor
 from sgl_prefix_attn.crosscheck import layer_mismatch
 from sgl_prefix_attn.envs import Settings
 from sgl_prefix_attn.execution import build, padding_plan
@@ -59,9 +60,12 @@ class PrefixAttnBackend(AttentionBackend):
         self.token_to_kv_pool = runner.token_to_kv_pool
         self._runner = runner
         self._model_problem = policy.unsupported_model(modelinfo.model_facts(runner))
-        planner = self._executor = self._padding = None
+        planner = predictor = self._executor = self._padding = None
         if self._model_problem is None:
-            planner, self._executor = build(runner, modelinfo.head_config(runner), settings)
+            built = build(runner, modelinfo.head_config(runner), settings)
+            planner, self._executor = built.planner, built.executor
+            if built.calibration is not None:
+                predictor = Predictor(built.calibration)
             self._padding = Step(_CAPTURE, padding_plan(planner))
         else:
             logger.warning(
@@ -77,6 +81,7 @@ class PrefixAttnBackend(AttentionBackend):
             planner,
             lambda plan: self._executor.capacity.covers(plan),
             self.counters,
+            predictor=predictor,
             graph_problem=self.variants.problem,
             padded_size=self.variants.padded_size,
             model_problem=self._model_problem,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,10 +23,6 @@ class Execution:
     planner: Planner
     executor: PlanExecutor
     calibration: Calibration | None
-
-    def __iter__(self) -> Iterator:
-        """Unpacks as planner, executor."""
-        return iter((self.planner, self.executor))
 
 
 def build(runner, heads: HeadConfig, settings: Settings) -> Execution:

@@ -37,9 +37,7 @@ def test_other_requests_are_no_comparison(b):
 
 def near_tie(diverged, of=20):
     """Outputs of `of` requests, the first `diverged` of which part at a near-tie."""
-    return [
-        output([1, 2, 7 if i < diverged else 3, 4], gap=0.02, shift=0.004) for i in range(of)
-    ]
+    return [output([1, 2, 7 if i < diverged else 3, 4], gap=0.02, shift=0.004) for i in range(of)]
 
 
 def test_verdict_allows_noise_and_nothing_worse():
@@ -80,9 +78,7 @@ def run(plan, lens=(40, 40, 37)):
     indices = torch.zeros(plan.num_index_slots, dtype=torch.int32)
     reference.fill_segments(words, rows, torch.arange(3), indices)
     seq_lens = torch.tensor(lens, dtype=torch.int32)
-    out, _ = reference.execute(
-        words, q, k, v, indices, seq_lens, plan.num_partials, sm_scale=0.25
-    )
+    out, _ = reference.execute(words, q, k, v, indices, seq_lens, plan.num_partials, sm_scale=0.25)
     return out
 
 
