@@ -13,10 +13,17 @@ from sgl_prefix_attn.records import Decision, Prediction
 PREFIX = "prefix"
 STOCK = "stock"
 
-# Predicted stock time over prefix time from which prefix kernels run. Both predictions err by a
-# few per cent: on 1500 batches these gains cost the least without making any step slower. Where
-# nothing is shared a gain is believed later: such batches are many, stock kernels made for them.
-SHARING_GAIN, UNSHARED_GAIN = 1.03, 1.04
+# Predicted stock time over prefix time from which prefix kernels run, where KV is shared and where
+# none is, by the source of the calibration. Measured predictions err by a few per cent: on 1500
+# batches these gains cost the least without making any step slower. Where nothing is shared a gain
+# is believed later: such batches are many, and stock kernels are made for them. A calibration that
+# was not measured on such layers, or not on such a GPU, has to promise more.
+GAINS = {
+    "measured": (1.03, 1.04),
+    "shipped": (1.03, 1.04),
+    "scaled": (1.10, 1.15),
+    "conservative": (1.30, 1.50),
+}
 # After a switch the new variant stays this many steps, unless the other is predicted to be faster
 # by more than HELD_LOSS: a batch on the border must not flip with every request that comes or goes.
 HOLD_STEPS, HELD_LOSS = 32, 1.08
@@ -47,6 +54,7 @@ class BatchFacts:
     """What decides about one decode step. Reasons are None when there is nothing against it.
 
     predicted  both times, None without a calibration (on a CPU)
+    source     of the calibration that predicted them
     shares     whether any KV entry belongs to several requests of the batch
     running    variant of the steps before, None at the start ...
     steps      ... and for how many steps it has run
@@ -58,6 +66,7 @@ class BatchFacts:
     graph: str | None = None  # variants.GraphVariants.problem(): no prefix graph of its size
     fault: str | None = None  # what went wrong while this step was planned
     predicted: Prediction | None = None
+    source: str = "measured"
     shares: bool = True
     running: str | None = None
     steps: int = 0
@@ -102,7 +111,8 @@ def decide(facts: BatchFacts) -> Decision:
     if facts.predicted is None:
         return _prefix("default", facts)
     gain = facts.predicted.stock_us / facts.predicted.prefix_us
-    faster = PREFIX if gain >= (SHARING_GAIN if facts.shares else UNSHARED_GAIN) else STOCK
+    sharing, unshared = GAINS[facts.source]
+    faster = PREFIX if gain >= (sharing if facts.shares else unshared) else STOCK
     reason = "predicted_faster" if faster == PREFIX else "predicted_slower"
     if facts.running not in (None, faster) and facts.steps < HOLD_STEPS:
         loss = gain if faster == PREFIX else 1 / gain

@@ -202,6 +202,7 @@ class StepPreparer:
         known = replace(
             facts,
             predicted=Prediction(self._predictor.stock(rows, unique), float("inf")),
+            source=self._predictor.source,
             shares=forest.parent.size > 0,
             running=self._running,
             steps=self._steps,

@@ -32,6 +32,7 @@ def facts_without_plan(predictor: Predictor, paths: PathTable) -> BatchFacts:
     rows = paths.seq_lens.astype(np.int64)
     return BatchFacts(
         predicted=Prediction(predictor.stock(rows, unique), predictor.least_prefix(unique)),
+        source=predictor.source,
         shares=forest.parent.size > 0,
     )
 

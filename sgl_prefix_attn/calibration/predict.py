@@ -20,6 +20,7 @@ class Predictor:
     def __init__(self, calibration: Calibration):
         self._calibration = calibration
         self._costs = calibration.costs
+        self.source = calibration.source
 
     def stock(self, seq_lens: np.ndarray, unique: int) -> float:
         """Of FlashInfer with lengths seq_lens int [B], padding rows of a graph included as 1;

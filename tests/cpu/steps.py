@@ -67,6 +67,7 @@ class Times:
 
     def __init__(self, stock, prefix, least=1.0):
         self.stock_us, self.prefix_us, self.least_us = stock, prefix, least
+        self.source = "measured"
         self.asked = []
 
     def stock(self, seq_lens, unique):

@@ -5,10 +5,9 @@ import dataclasses
 import pytest
 
 from sgl_prefix_attn.policy import (
+    GAINS,
     HELD_LOSS,
     HOLD_STEPS,
-    SHARING_GAIN,
-    UNSHARED_GAIN,
     BatchFacts,
     ModelFacts,
     decide,
@@ -85,6 +84,7 @@ def at(gain, **facts):
     return decide(BatchFacts(predicted=Prediction(10.0 * gain, 10.0), **facts))
 
 
+SHARING_GAIN, UNSHARED_GAIN = GAINS["measured"]
 FASTER, SLOWER = Decision("prefix", "predicted_faster"), Decision("stock", "predicted_slower")
 
 
@@ -93,6 +93,16 @@ def test_prefix_runs_where_it_is_predicted_to_win_by_more_than_the_predictions_e
     assert at(SHARING_GAIN - 0.01) == SLOWER
     assert at(SHARING_GAIN + 0.005, shares=False) == SLOWER
     assert at(UNSHARED_GAIN + 0.01, shares=False) == FASTER
+
+
+def test_the_less_was_measured_the_more_has_to_be_promised():
+    needed = [GAINS[source] for source in ("measured", "shipped", "scaled", "conservative")]
+    assert needed == sorted(needed)
+    for source, (sharing, unshared) in GAINS.items():
+        assert at(sharing, source=source) == FASTER
+        assert at(sharing - 0.01, source=source) == SLOWER
+        assert at(unshared, source=source, shares=False) == FASTER
+        assert at(unshared - 0.005, source=source, shares=False) == SLOWER
 
 
 def test_a_decision_says_what_it_rests_on():
