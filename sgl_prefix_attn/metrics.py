@@ -29,7 +29,7 @@ PLANNED, NO_PLAN, FAILED = "planned", "no_plan", "failed"
 class KvTokens(NamedTuple):
     """KV tokens of one layer in one step: loaded, loaded by one-request-a-row kernels, distinct.
 
-    unique is 0 for a step whose tree was not read.
+    unique is 0 for a stock step that ran without a look at its batch.
     """
 
     read: int

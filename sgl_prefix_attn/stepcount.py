@@ -51,7 +51,8 @@ class StepCount:
         self._step(decision, KvTokens(read + grown, query_centric + grown, unique + grown))
 
     def unread(self, decision: Decision, seq_lens: np.ndarray) -> None:
-        """A stock step whose tree was not read."""
+        """A stock step whose batch was not compared with the one looked at."""
+        self._steps_since_look += 1
         total = int(seq_lens.sum())
         self._step(decision, KvTokens(total, total, 0))
 

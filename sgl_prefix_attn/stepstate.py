@@ -20,7 +20,7 @@ from sgl_prefix_attn.executor import PlanTooLarge
 from sgl_prefix_attn.lifetime import PlanLifetime
 from sgl_prefix_attn.metrics import StepCounters
 from sgl_prefix_attn.plan.forest import build_forest
-from sgl_prefix_attn.policy import PREFIX, BatchFacts, decide
+from sgl_prefix_attn.policy import PREFIX, STOCK_STEPS, BatchFacts, decide
 from sgl_prefix_attn.records import Decision, PathTable, Plan, Prediction
 from sgl_prefix_attn.stepcount import StepCount
 from sgl_prefix_attn.tree import TreeInvariantError, check_paths, read_paths, unsupported_tree
@@ -82,6 +82,7 @@ class StepPreparer:
         self._agree = agree
         self._standing: dict[tuple, tuple[BatchFacts, Decision]] = {}
         self._looked: Decision | None = None  # what the last look decided
+        self._stock_steps_left = 0  # before the batch is looked at again
         self._running: str | None = None  # variant of the last step ...
         self._steps = 0  # ... and for how many steps without a break
         self._prefix_steps = 0
@@ -92,12 +93,19 @@ class StepPreparer:
         """The step about to run: reqs in batch order, seq_lens int [B] with its token included."""
         self._count.start(reqs)
         facts, decision = self._standing_facts(tree_cache, len(reqs))
-        plan = None
-        if decision.variant == PREFIX:
+        plan, known = None, False
+        if decision.variant == PREFIX and self._stock_steps_left > 0:
+            self._stock_steps_left -= 1
+            self.lifetime.stepped()
+            decision = self._looked
+        elif decision.variant == PREFIX:
             decision, plan = self._look_if_stale(facts, reqs, tree_cache, seq_lens, req_to_token)
+            known = decision is self._looked
+            if known and decision.variant != PREFIX:
+                self._stock_steps_left = STOCK_STEPS - 1
         self._steps = self._steps + 1 if self._running == decision.variant else 1
         self._running = decision.variant
-        if decision is self._looked:
+        if known:
             self._count.known(decision, len(reqs))
         else:
             self._count.unread(decision, seq_lens)

@@ -37,8 +37,6 @@ def main(argv: list[str]) -> int:
     backends = list(dict.fromkeys(args.backends.split(",")))
     others = [b for b in backends if b != args.baseline]
     groups = [[args.baseline, other] for other in others] or [[args.baseline]]
-    if args.baseline not in backends:
-        groups = [[other] for other in others]
     end_on_sigterm()
     meta = provenance.collect(
         "eval.bench_engine", argv, model_shape=args.model_shape, baseline=args.baseline

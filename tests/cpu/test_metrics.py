@@ -11,6 +11,7 @@ from sgl_prefix_attn.envs import Settings
 from sgl_prefix_attn.exporter import PrometheusExporter
 from sgl_prefix_attn.intervals import StepIntervals
 from sgl_prefix_attn.metrics import KvSize, StepCounters
+from sgl_prefix_attn.policy import STOCK_STEPS
 from tests.cpu.fake_sglang import HiRadixCache
 from tests.cpu.steps import Failing, Times, preparer, run, shared_world
 
@@ -92,15 +93,16 @@ def test_time_on_the_host_is_told_apart_by_how_the_look_ended(world, registry, v
     run(steps, world, 1)
     assert value("plan_seconds_total", outcome="no_plan") > 0
     assert value("plan_seconds_total", outcome="planned") is None
-    times.least_us = 1.0
+    times.least_us, times.stock_us = 1.0, 60.0
     world.reqs.pop()
-    run(steps, world, 2)
+    for grown in range(2, STOCK_STEPS + 2):
+        run(steps, world, grown)
     assert value("plan_seconds_total", outcome="failed") > 0
     assert value("plan_seconds_total", outcome="planned") is None
-    run(steps, world, 3)
+    run(steps, world, STOCK_STEPS + 2)
     planned = value("plan_seconds_total", outcome="planned")
     assert planned == steps.counters.plan_seconds > 0
-    run(steps, world, 4)
+    run(steps, world, STOCK_STEPS + 3)
     assert value("plan_seconds_total", outcome="planned") == planned, "a steady step"
 
 

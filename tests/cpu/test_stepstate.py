@@ -8,6 +8,7 @@ import pytest
 from sgl_prefix_attn import stepstate
 from sgl_prefix_attn.envs import Settings
 from sgl_prefix_attn.executor import Capacity
+from sgl_prefix_attn.policy import STOCK_STEPS
 from sgl_prefix_attn.records import Decision, Prediction
 from tests.cpu.fake_sglang import HiRadixCache
 from tests.cpu.steps import Failing, Times, planner, preparer, run, shared_world
@@ -184,45 +185,58 @@ def test_no_plan_is_made_where_none_could_win(world):
     assert not steps.counters.plans
 
 
-def test_unique_tokens_of_stock_steps_are_known_where_the_tree_was_read(world):
+def test_unique_tokens_of_a_stock_step_are_known_where_the_batch_was_looked_at(world):
     # Decided before a plan was made, and after one.
     for least in (9.9, 1.0):
         steps = preparer(predictor=Times(stock=10.0, prefix=20.0, least=least))
-        for grown in (1, 2, 3):
+        for grown in range(1, STOCK_STEPS + 2):
             assert run(steps, world, grown).decision == SLOWER
-        total = 4 * (42 + 43 + 44)
-        unique = 3 * 40 + 4 * (2 + 3 + 4)
+        lengths = [41 + grown for grown in range(1, STOCK_STEPS + 2)]
         assert steps.counters.kv_tokens == {
-            "read": total,
-            "query_centric": total,
-            "unique": unique,
+            "read": 4 * sum(lengths),
+            "query_centric": 4 * sum(lengths),
+            # at the first step, and at the one whose batch was found to be the same
+            "unique": 2 * 40 + 4 * (2 + 2 + STOCK_STEPS),
         }
-        run(steps, world, 4, HiRadixCache())
-        assert steps.counters.kv_tokens["unique"] == unique
 
 
-def test_a_stock_batch_is_looked_at_again_when_it_changes_or_has_grown(world):
+def test_a_stock_batch_is_looked_at_again_after_some_steps_if_it_changed_or_has_grown(world):
     times = Times(stock=10.0, prefix=20.0)
-    steps = preparer(Settings(headroom=3), predictor=times)
-    looks = []
-    for grown in range(1, 9):
-        assert run(steps, world, grown).decision == SLOWER
-        looks.append(len(times.asked))
-    assert looks == [1, 1, 1, 1, 2, 2, 2, 2]
-    world.reqs.pop()
-    run(steps, world, 9)
-    assert len(times.asked) == 3
+    steps = preparer(Settings(headroom=2 * STOCK_STEPS), predictor=times)
+
+    def looks(*grown):
+        asked = len(times.asked)
+        assert {run(steps, world, tokens).decision for tokens in grown} == {SLOWER}
+        return len(times.asked) - asked
+
+    assert looks(*range(1, STOCK_STEPS + 1)) == 1
+    assert looks(*range(STOCK_STEPS + 1, 2 * STOCK_STEPS + 1)) == 0, "the same batch"
+    gone = world.reqs.pop()
+    assert looks(2 * STOCK_STEPS + 1) == 1, "another batch"
+    world.reqs.append(gone)
+    assert looks(*range(2 * STOCK_STEPS + 2, 3 * STOCK_STEPS + 1)) == 0, "not yet"
+    assert looks(3 * STOCK_STEPS + 1) == 1
+    unchanged = range(3 * STOCK_STEPS + 2, 6 * STOCK_STEPS + 2)
+    assert looks(*unchanged) == 1, "it has grown by the headroom"
 
 
 def test_a_switch_to_prefix_plans_for_the_tokens_that_stock_steps_appended(world):
     times = Times(stock=10.0, prefix=20.0)
     steps = preparer(Settings(headroom=2), predictor=times)
-    for grown in (1, 2, 3):
+    for grown in range(1, STOCK_STEPS + 1):
         assert not run(steps, world, grown).is_prefix
     times.stock_us = 60.0
-    step = run(steps, world, 4)
+    step = run(steps, world, STOCK_STEPS + 1)
     assert step.decision == FASTER
-    assert step.new_plan.seq_lens.tolist() == world.seq_lens(4).tolist()
+    assert step.new_plan.seq_lens.tolist() == world.seq_lens(STOCK_STEPS + 1).tolist()
+
+
+def test_a_prefix_batch_is_looked_at_as_soon_as_it_changes(world):
+    times = Times(stock=60.0, prefix=20.0)
+    steps = preparer(predictor=times)
+    run(steps, world, 1)
+    world.reqs.pop()
+    assert run(steps, world, 2).new_plan is not None and len(times.asked) == 2
 
 
 def test_another_batch_in_between_does_not_lend_its_decision(world):
