@@ -26,6 +26,7 @@ from sgl_prefix_attn.calibration.predict import Predictor
 from sgl_prefix_attn.crosscheck import layer_mismatch
 from sgl_prefix_attn.envs import Settings
 from sgl_prefix_attn.execution import build, padding_plan
+from sgl_prefix_attn.metrics import StepCounters
 from sgl_prefix_attn.patches import batch_requests, verify_applied
 from sgl_prefix_attn.ranks import agreement
 from sgl_prefix_attn.records import Decision
@@ -54,7 +55,7 @@ class PrefixAttnBackend(AttentionBackend):
         super().__init__()
         verify_applied()
         self.stock = create_stock(runner)
-        self.counters = counters_of(runner)
+        counters = counters_of(runner)
         # SGLang reads the pools through the active backend.
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
@@ -80,7 +81,7 @@ class PrefixAttnBackend(AttentionBackend):
             settings,
             planner,
             lambda plan: self._executor.capacity.covers(plan),
-            self.counters,
+            counters,
             predictor=predictor,
             graph_problem=self.variants.problem,
             padded_size=self.variants.padded_size,
@@ -104,6 +105,11 @@ class PrefixAttnBackend(AttentionBackend):
             forward_batch.seq_lens_cpu.numpy(),
             self.req_to_token_pool.req_to_token,
         )
+
+    @property
+    def counters(self) -> StepCounters:
+        """What this backend's decode steps did."""
+        return self._steps.counters
 
     @property
     def needs_eager_step(self) -> bool:

@@ -18,15 +18,16 @@ class DecodeLog:
     """
 
     def __init__(self, interval: int, size: KvSize):
-        self._interval = interval
+        self.interval = interval
         self._size = size
         self._steps = 0
         self._before = _Totals(StepCounters())
 
-    def step(self, decision: Decision, counters: StepCounters) -> None:
-        """A step was counted."""
-        self._steps += 1
-        if self._steps % self._interval == 0:
+    def step(self, decision: Decision, counters: StepCounters, steps: int = 1) -> None:
+        """So many steps were counted."""
+        lines = self._steps // self.interval
+        self._steps += steps
+        if self._steps // self.interval > lines:
             now = _Totals(counters)
             logger.info("%s", describe(now, self._before, decision, counters, self._size))
             self._before = now

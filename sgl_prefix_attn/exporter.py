@@ -99,19 +99,19 @@ class PrometheusExporter:
         self._interval = {v: metrics.intervals.labels(variant=v).observe for v in variants}
         self._steps: dict = {}  # Decision -> inc of its label
 
-    def step(self, decision: Decision, kv_tokens: KvTokens) -> None:
+    def step(self, decision: Decision, kv_tokens: KvTokens, steps: int = 1) -> None:
         inc = self._steps.get(decision)
         if inc is None:
             labels = self._metrics.steps.labels(variant=decision.variant, reason=decision.reason)
             inc = self._steps[decision] = labels.inc
-        inc()
+        inc(steps)
         for (inc_tokens, inc_bytes), tokens in zip(self._kv, kv_tokens, strict=True):
             inc_tokens(tokens)
             inc_bytes(tokens * self._token_bytes)
         predicted = decision.predicted
         if predicted is not None:
             us = predicted.prefix_us if decision.variant == PREFIX else predicted.stock_us
-            self._predicted[decision.variant](us * self._seconds_per_us)
+            self._predicted[decision.variant](us * self._seconds_per_us * steps)
 
     def interval(self, variant: str, seconds: float) -> None:
         self._interval[variant](seconds)

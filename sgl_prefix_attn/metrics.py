@@ -72,14 +72,15 @@ class StepCounters:
         """Host seconds of the looks that made a plan."""
         return self.look_seconds[PLANNED]
 
-    def step(self, decision: Decision, kv_tokens: KvTokens) -> None:
-        self.steps[decision] += 1
+    def step(self, decision: Decision, kv_tokens: KvTokens, steps: int = 1) -> None:
+        """kv_tokens: of all these steps together."""
+        self.steps[decision] += steps
         for kind, tokens in zip(KV_KINDS, kv_tokens, strict=True):
             self.kv_tokens[kind] += tokens
         if self.exporter is not None:
-            self.exporter.step(decision, kv_tokens)
+            self.exporter.step(decision, kv_tokens, steps)
         if self.decode_log is not None:
-            self.decode_log.step(decision, self)
+            self.decode_log.step(decision, self, steps)
 
     def interval(self, variant: str, seconds: float) -> None:
         """Wall-clock time between the starts of two decode steps (intervals.StepIntervals)."""

@@ -10,17 +10,29 @@ from sgl_prefix_attn.intervals import StepIntervals
 from sgl_prefix_attn.metrics import KvTokens, StepCounters
 from sgl_prefix_attn.records import Decision, PlanStats
 
+# Steps that are counted together unless they are exported: a scrape must find the exact numbers.
+_BATCH = 8
+
 
 class StepCount:
-    """Use per decode step: start(), after a look looked_*(), then known() or unread()."""
+    """Use per decode step: start(), after a look looked_*(), then known() or unread(). The counters
+    may lag behind by less than _BATCH steps until flush()."""
 
     def __init__(self, counters: StepCounters):
         self._counters = counters
         self._intervals = StepIntervals()
         self._looked = KvTokens(0, 0, 0)
         self._steps_since_look = 0
+        self._decision: Decision | None = None  # of the steps not counted yet ...
+        self._batch_size = 0
+        self._pending = 0  # ... and how many they are
+        self._batch = _BATCH if counters.exporter is None else 1
+        if counters.decode_log is not None:
+            self._batch = min(self._batch, counters.decode_log.interval)
 
     def start(self, reqs: Sequence) -> None:
+        if self._counters.exporter is None:
+            return
         interval = self._intervals.start(reqs)
         if interval is not None:
             self._counters.interval(*interval)
@@ -35,27 +47,40 @@ class StepCount:
 
     def looked_stock(self, seq_lens: np.ndarray, unique: int) -> None:
         """From now on the batch runs stock kernels; unique: distinct KV tokens of its tree."""
-        total = int(seq_lens.sum())
+        total = sum(seq_lens.tolist())
         self._look(total, total, unique)
 
     def _look(self, *tokens: int) -> None:
+        self.flush()
         self._looked = KvTokens(*tokens)
         self._steps_since_look = 0
 
     def known(self, decision: Decision, batch_size: int) -> None:
         """A step of the batch that was looked at: since then every request has grown by one
         private token a step."""
-        grown = batch_size * self._steps_since_look
+        if decision is not self._decision or batch_size != self._batch_size:
+            self.flush()
+            self._decision, self._batch_size = decision, batch_size
+        self._pending += 1
         self._steps_since_look += 1
-        read, query_centric, unique = self._looked
-        self._step(decision, KvTokens(read + grown, query_centric + grown, unique + grown))
+        if self._pending >= self._batch:
+            self.flush()
+        self._intervals.ran(decision.variant)
 
     def unread(self, decision: Decision, seq_lens: np.ndarray) -> None:
         """A stock step whose batch was not compared with the one looked at."""
+        self.flush()
         self._steps_since_look += 1
-        total = int(seq_lens.sum())
-        self._step(decision, KvTokens(total, total, 0))
-
-    def _step(self, decision: Decision, kv_tokens: KvTokens) -> None:
-        self._counters.step(decision, kv_tokens)
+        total = sum(seq_lens.tolist())
+        self._counters.step(decision, KvTokens(total, total, 0))
         self._intervals.ran(decision.variant)
+
+    def flush(self) -> None:
+        """Count what is pending."""
+        steps, self._pending = self._pending, 0
+        if steps == 0:
+            return
+        first = self._steps_since_look - steps
+        grown = self._batch_size * (first * steps + steps * (steps - 1) // 2)
+        tokens = KvTokens(*(steps * count + grown for count in self._looked))
+        self._counters.step(self._decision, tokens, steps)

@@ -69,7 +69,7 @@ class StepPreparer:
         agree: Callable[[bool], bool] = lambda ok: ok,
     ):
         self.settings = settings
-        self.counters = counters
+        self._counters = counters
         # Of the last look at the batch: until it is stale its decision and its plan stand.
         self.lifetime = PlanLifetime()
         self._count = StepCount(counters)
@@ -118,6 +118,12 @@ class StepPreparer:
             self._count.interrupt()
         return Step(decision, plan, cross_check=check)
 
+    @property
+    def counters(self) -> StepCounters:
+        """What the steps so far were counted into."""
+        self._count.flush()
+        return self._counters
+
     def interrupt(self) -> None:
         """A forward pass that is no step of this preparer runs."""
         self._count.interrupt()
@@ -153,7 +159,7 @@ class StepPreparer:
             if cause is not None:
                 # Until the look has succeeded there is none: a failed try must look again.
                 self.lifetime.invalidate(cause)
-                with self.counters.look():
+                with self._counters.look():
                     self._looked, plan = self._look(facts, cause, reqs, tree_cache, seq_lens)
         except Exception as error:
             fault = error
@@ -177,7 +183,7 @@ class StepPreparer:
                 self._stay_stock(reqs, seq_lens, unique)
                 return decision, None
         plan = self._planner.plan(paths)
-        self.counters.plan(cause, plan.stats)
+        self._counters.plan(cause, plan.stats)
         if facts.predicted is not None:
             facts = self._with_prefix_time(facts, self._predictor.prefix(plan.work))
         decision = decide(facts)
@@ -231,7 +237,7 @@ class StepPreparer:
             reason = "plan_too_large"
         else:
             reason = "planner_error"
-        self.counters.log_once(
+        self._counters.log_once(
             reason,
             logging.ERROR,
             "decode steps fall back to stock attention (%s): %s",
@@ -242,7 +248,7 @@ class StepPreparer:
         return reason
 
     def _tell_once(self, decision: Decision) -> None:
-        self.counters.log_once(
+        self._counters.log_once(
             decision.reason,
             logging.INFO,
             "decode runs stock attention where the reason is %s",
