@@ -126,8 +126,7 @@ def test_a_file_that_is_no_result_is_named(tmp_path, content, capsys):
 
 def test_the_readme_says_what_the_result_files_say():
     root = Path(report.__file__).resolve().parents[1]
-    results = [
-        root / "eval/results" / name for name in ("kernel_h100_pat20.json", "engine_h100.json")
-    ]
+    names = ("kernel_h100_pat20", "engine_h100", "policy_h100", "trace_h100")
+    results = [root / "eval/results" / f"{name}.json" for name in names]
     arguments = [*map(str, results), "--readme", str(root / "README.md"), "--check"]
     assert report.main(arguments) == 0, "run python -m eval.report with --readme README.md"
