@@ -82,6 +82,11 @@ class Forest:
     tail_start: np.ndarray
     seq_lens: np.ndarray
 
+    @property
+    def unique_tokens(self) -> int:
+        """KV tokens of the batch, each shared one counted once."""
+        return int((self.end - self.start).sum() + (self.seq_lens - self.tail_start).sum())
+
 
 @dataclass(frozen=True)
 class Merges:

@@ -94,7 +94,7 @@ class StepPreparer:
         self._count.start(reqs)
         facts, decision = self._standing_facts(tree_cache, len(reqs))
         plan, known = None, False
-        if decision.variant == PREFIX and self._stock_steps_left > 0:
+        if decision.variant == PREFIX and self._stock_steps_left > 0 and not self.settings.check:
             self._stock_steps_left -= 1
             self.lifetime.stepped()
             decision = self._looked
@@ -207,9 +207,7 @@ class StepPreparer:
     def _with_stock_time(self, facts: BatchFacts, paths: PathTable) -> tuple[BatchFacts, int]:
         """Facts with the stock kernels' time, and the batch's unique KV tokens."""
         forest = build_forest(paths)
-        unique = int(
-            (forest.end - forest.start).sum() + (forest.seq_lens - forest.tail_start).sum()
-        )
+        unique = forest.unique_tokens
         batch = paths.seq_lens.size
         rows = np.ones(max(batch, self._padded_size(batch)), np.int64)
         rows[:batch] = paths.seq_lens

@@ -28,7 +28,7 @@ def facts_without_plan(predictor: Predictor, paths: PathTable) -> BatchFacts:
     The batch fills its graph: no padding rows. Nothing ran before, so nothing is held.
     """
     forest = build_forest(paths)
-    unique = int((forest.end - forest.start).sum() + (forest.seq_lens - forest.tail_start).sum())
+    unique = forest.unique_tokens
     rows = paths.seq_lens.astype(np.int64)
     return BatchFacts(
         predicted=Prediction(predictor.stock(rows, unique), predictor.least_prefix(unique)),

@@ -39,7 +39,6 @@ def serialize(
         headroom,
     )  # fmt: skip
     kv_len = packs.kv_end - packs.kv_start
-    shared = int((forest.end - forest.start).sum())
     stats = PlanStats(
         num_nodes=forest.parent.size,
         num_packs=kv_len.size,
@@ -47,7 +46,7 @@ def serialize(
         num_partials=num_partials,
         kv_tokens_read=int(kv_len.sum()),
         kv_tokens_query_centric=int(forest.seq_lens.sum()),
-        kv_tokens_unique=shared + int((forest.seq_lens - forest.tail_start).sum()),
+        kv_tokens_unique=forest.unique_tokens,
     )
     return Plan(
         words=words,
