@@ -99,11 +99,12 @@ def _first_that_starts(
     for i, backend in enumerate(backends):
         plan = contextlib.nullcontext() if i + 1 == len(backends) else _skipping(backend)
         with plan:
+            planting = {faults.FAULT_ENV: fault, faults.LOG_ENV: str(fault_log)} if fault else {}
             engine = EngineProcess(
                 engines.engine_arguments(args, model, page_size) | backend_arguments(backend),
                 home / backend.replace("/", "-"),
                 plugin=faults.__name__ if fault else None,
-                env={faults.FAULT_ENV: fault, faults.LOG_ENV: str(fault_log)} if fault else None,
+                env=engines.environment(backend) | planting,
             )
             with engine:
                 planted = f" with {fault} planted" if fault else ""

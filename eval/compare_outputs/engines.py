@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from eval.compare_outputs import faults, scenarios
+from eval.engine_process import uses_prefix
 from eval.model_shapes import SHAPES
 from eval.tiny_model import write_tiny_llama
 
@@ -55,6 +56,11 @@ def engine_arguments(args, model: Path, page_size: int) -> dict:
         "cuda_graph_bs_decode": [1, 4, 8, 16, 32, 64, 96],  # every other size is padded
         "disable_prefill_cuda_graph": True,
     }
+
+
+def environment(backend: str) -> dict[str, str]:
+    """Prefix kernels in every step that can run them: they are what is judged, not the policy."""
+    return {"SGL_PREFIX_ATTN_POLICY": "prefix"} if uses_prefix(backend) else {}
 
 
 def add_arguments(parser: argparse.ArgumentParser, default_scenarios: list[str]) -> None:

@@ -104,7 +104,8 @@ def _judge_engine(backend: str, page_size: int, model: Path, home: Path, args) -
     """Rows of one engine: every scenario, every layer."""
     layers = three_layers(args.layers)
     folder, fault_log = home / "dumps", home / "fault.log"
-    env = dump.configure(folder, layers, engines.MAX_RUNNING_REQUESTS)
+    env = engines.environment(backend)
+    env |= dump.configure(folder, layers, engines.MAX_RUNNING_REQUESTS)
     fault = args.fault if uses_prefix(backend) else None
     if fault:
         env |= {faults.FAULT_ENV: fault, faults.LOG_ENV: str(fault_log)}

@@ -51,7 +51,8 @@ class Server:
             *("--enable-metrics", "--max-running-requests=16", "--random-seed=1"),
             *(GPU_ARGUMENTS if self._gpu else CPU_ARGUMENTS),
         ]
-        env = dict(os.environ)
+        # A model of this size is too small for the policy to choose prefix kernels on a GPU.
+        env = {"SGL_PREFIX_ATTN_POLICY": "prefix", **os.environ}
         if not self._gpu:
             env["SGL_PREFIX_ATTN_CPU_PLATFORM"] = "1"
         with self.log.open("wb") as log:

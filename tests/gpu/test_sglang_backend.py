@@ -49,16 +49,22 @@ ENGINE = {
     "random_seed": 1,
 }
 ALTERNATE = (("siblings", "alternate"),)
+FORCED_STOCK = "forced_stock"  # `prefix`, told to run stock kernels only
 LABELLED = "labelled"  # `prefix` with SGLang's LoRA labels on its graphs, and few prefix graphs
 LIMIT = 4
 
 
 def config_of(run, page_size):
-    scenarios, env = SCENARIOS, {"SGL_PREFIX_ATTN_CPU_PLATFORM": "0"}
+    # The policy would leave batches as small as these to stock kernels.
+    env = {"SGL_PREFIX_ATTN_CPU_PLATFORM": "0", "SGL_PREFIX_ATTN_POLICY": "prefix"}
+    scenarios = SCENARIOS
     if run == TESTED:
         scenarios += tuple(("siblings", fault) for fault in FAULTS)
     if run in (TESTED, LABELLED):
         scenarios += ALTERNATE
+    if run == FORCED_STOCK:
+        scenarios = plain("siblings", "unshared")
+        env |= {"SGL_PREFIX_ATTN_POLICY": "stock"}
     if run == LABELLED:
         env |= {"PROBE_LORA_LABELS": "1", "SGL_PREFIX_ATTN_MAX_VARIANT_BS": str(LIMIT)}
     return Config(f"{run}-page-{page_size}", scenarios, ENGINE | {"page_size": page_size}, env)
@@ -73,8 +79,8 @@ def runs(request, tmp_path_factory):
         head_dim=128,
     )  # fmt: skip
     found = {}
-    for run in (REFERENCE, NOISE, TESTED, LABELLED):
-        home, backend = folder / run, TESTED if run == LABELLED else run
+    for run in (REFERENCE, NOISE, TESTED, LABELLED, FORCED_STOCK):
+        home, backend = folder / run, run if run in (REFERENCE, NOISE) else TESTED
         found[run] = finish(start(config_of(run, request.param), backend, model, home), home)
     return found
 
@@ -141,12 +147,20 @@ def test_stock_and_prefix_steps_alternate_on_graphs(runs, run):
     variants = [step["variant"] for step in steps]
     assert len(variants) > 12 and all(a != b for a, b in pairwise(variants))
     assert {(s["variant"], s["reason"]) for s in steps} == {
-        ("stock", "forced"), ("prefix", "default")
+        ("stock", "forced"), ("prefix", "forced")
     }  # fmt: skip
     assert all_from_graphs(runs[run].log)
     noise = share(runs, NOISE, plain("siblings"))
     stock = runs[REFERENCE].outputs["siblings", ""]
     assert equal_share(stock, runs[run].outputs["siblings", "alternate"]) >= noise - MARGIN
+
+
+def test_stock_steps_are_those_of_sglang_without_the_plugin(runs):
+    """To the last bit, where all requests arrive at once: the same tokens, none near a tie."""
+    run = runs[FORCED_STOCK]
+    assert not prefix_graphs(run.log) and all_from_graphs(run.log)
+    for key, outputs in run.outputs.items():
+        assert outputs == runs[REFERENCE].outputs[key], key
 
 
 def test_graphs_with_loras_labels_and_a_limit(runs):
@@ -157,7 +171,7 @@ def test_graphs_with_loras_labels_and_a_limit(runs):
     steps = [step for key in SCENARIOS for step in run.steps[key]]
     for step in steps:
         small = len(step["requests"]) <= LIMIT
-        expected = ("prefix", "default") if small else ("stock", "graph_batch_size")
+        expected = ("prefix", "forced") if small else ("stock", "graph_batch_size")
         assert (step["variant"], step["reason"]) == expected
     assert len({step["variant"] for step in steps}) == 2, "some batches are above the limit"
     assert share(runs, LABELLED) >= share(runs, NOISE) - MARGIN
