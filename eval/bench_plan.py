@@ -26,7 +26,7 @@ import torch
 from eval import provenance
 from eval.bench_kernel.trees import Tree
 from sgl_prefix_attn.envs import Settings
-from sgl_prefix_attn.metrics import StepCounters
+from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.plan import CostModel, Planner
 from sgl_prefix_attn.records import HeadConfig
 from sgl_prefix_attn.stepstate import StepPreparer

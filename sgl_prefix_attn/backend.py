@@ -26,12 +26,12 @@ from sgl_prefix_attn.calibration.predict import Predictor
 from sgl_prefix_attn.crosscheck import layer_mismatch
 from sgl_prefix_attn.envs import Settings
 from sgl_prefix_attn.execution import build, padding_plan
-from sgl_prefix_attn.metrics import StepCounters
+from sgl_prefix_attn.metrics.counters import StepCounters
+from sgl_prefix_attn.metrics.runner import counters_of
 from sgl_prefix_attn.patches import batch_requests, verify_applied
 from sgl_prefix_attn.ranks import agreement
 from sgl_prefix_attn.records import Decision
 from sgl_prefix_attn.stepstate import Step, StepPreparer
-from sgl_prefix_attn.telemetry import counters_of
 from sgl_prefix_attn.variants import GraphVariants
 
 logger = logging.getLogger(__name__)

@@ -18,11 +18,11 @@ from sgl_prefix_attn.calibration.predict import Predictor
 from sgl_prefix_attn.envs import Settings
 from sgl_prefix_attn.executor import PlanTooLarge
 from sgl_prefix_attn.lifetime import PlanLifetime
-from sgl_prefix_attn.metrics import StepCounters
+from sgl_prefix_attn.metrics.counters import StepCounters
+from sgl_prefix_attn.metrics.stepcount import StepCount
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.policy import PREFIX, STOCK_STEPS, BatchFacts, decide
 from sgl_prefix_attn.records import Decision, PathTable, Plan, Prediction
-from sgl_prefix_attn.stepcount import StepCount
 from sgl_prefix_attn.tree import TreeInvariantError, check_paths, read_paths, unsupported_tree
 
 

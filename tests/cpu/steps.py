@@ -1,7 +1,7 @@
 """A StepPreparer over a fake radix tree, for tests of steps and of what is counted about them."""
 
 from sgl_prefix_attn.envs import Settings
-from sgl_prefix_attn.metrics import StepCounters
+from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.records import HeadConfig
 from sgl_prefix_attn.stepstate import StepPreparer

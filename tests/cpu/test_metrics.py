@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from sgl_prefix_attn.decode_log import DecodeLog
 from sgl_prefix_attn.envs import Settings
-from sgl_prefix_attn.exporter import PrometheusExporter
-from sgl_prefix_attn.intervals import StepIntervals
-from sgl_prefix_attn.metrics import KvSize, StepCounters
+from sgl_prefix_attn.metrics.counters import KvSize, StepCounters
+from sgl_prefix_attn.metrics.decode_log import DecodeLog
+from sgl_prefix_attn.metrics.exporter import PrometheusExporter
+from sgl_prefix_attn.metrics.intervals import StepIntervals
 from sgl_prefix_attn.policy import STOCK_STEPS
 from tests.cpu.fake_sglang import HiRadixCache
 from tests.cpu.steps import Failing, Times, preparer, run, shared_world
@@ -203,9 +203,9 @@ def test_requests_may_leave_but_not_all_of_them():
 
 @pytest.fixture
 def lines(caplog):
-    caplog.set_level(logging.INFO, logger="sgl_prefix_attn.decode_log")
+    caplog.set_level(logging.INFO, logger="sgl_prefix_attn.metrics.decode_log")
     return lambda: [
-        r.getMessage() for r in caplog.records if r.name == "sgl_prefix_attn.decode_log"
+        r.getMessage() for r in caplog.records if r.name == "sgl_prefix_attn.metrics.decode_log"
     ]
 
 

@@ -24,7 +24,7 @@ from sgl_prefix_attn.calibration.timemodel import (
     TimeModel,
 )
 from sgl_prefix_attn.envs import Settings
-from sgl_prefix_attn.metrics import StepCounters
+from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.plan.costs import GpuRates
 from sgl_prefix_attn.policy import decide

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from sgl_prefix_attn import modelinfo
-from sgl_prefix_attn.decode_log import DecodeLog
-from sgl_prefix_attn.exporter import PrometheusExporter
-from sgl_prefix_attn.metrics import KvSize, StepCounters
+from sgl_prefix_attn.metrics.counters import KvSize, StepCounters
+from sgl_prefix_attn.metrics.decode_log import DecodeLog
+from sgl_prefix_attn.metrics.exporter import PrometheusExporter
 
 
 def counters_of(runner) -> StepCounters:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 
-from sgl_prefix_attn.metrics import KV_KINDS, KvSize, KvTokens
+from sgl_prefix_attn.metrics.counters import KV_KINDS, KvSize, KvTokens
 from sgl_prefix_attn.policy import PREFIX, STOCK
 from sgl_prefix_attn.records import Decision, PlanStats
 

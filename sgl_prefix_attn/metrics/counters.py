@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from sgl_prefix_attn.records import Decision, PlanStats
 
 if TYPE_CHECKING:
-    from sgl_prefix_attn.decode_log import DecodeLog
-    from sgl_prefix_attn.exporter import PrometheusExporter
+    from sgl_prefix_attn.metrics.decode_log import DecodeLog
+    from sgl_prefix_attn.metrics.exporter import PrometheusExporter
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sgl_prefix_attn.intervals import StepIntervals
-from sgl_prefix_attn.metrics import KvTokens, StepCounters
+from sgl_prefix_attn.metrics.counters import KvTokens, StepCounters
+from sgl_prefix_attn.metrics.intervals import StepIntervals
 from sgl_prefix_attn.records import Decision, PlanStats
 
 # Steps that are counted together unless they are exported: a scrape must find the exact numbers.

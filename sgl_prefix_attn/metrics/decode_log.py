@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
-from sgl_prefix_attn.metrics import KvSize, StepCounters
+from sgl_prefix_attn.metrics.counters import KvSize, StepCounters
 from sgl_prefix_attn.records import Decision
 
 logger = logging.getLogger(__name__)
