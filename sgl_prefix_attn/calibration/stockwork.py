@@ -49,7 +49,8 @@ def stock_work(seq_lens: np.ndarray, unique: int, num_sms: int, num_kv_heads: in
 @njit(cache=True)
 def _schedule(lens, slots):
     """(pieces, tokens on the busiest of `slots` CTAs) with requests handed out in batch order."""
-    low, high = SHORTEST_PIECE, max(lens.max(), SHORTEST_PIECE)
+    high = max(lens.max(), SHORTEST_PIECE)
+    low = SHORTEST_PIECE if lens.size <= slots else high  # as many requests as slots: no split
     while low < high:
         middle = (low + high) // 2
         count = 0

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from numba import njit
 
 from sgl_prefix_attn.calibration.stockwork import StockWork
 from sgl_prefix_attn.plan.costs import CostModel
@@ -60,9 +61,22 @@ class Correction:
     weights: np.ndarray
 
     def __call__(self, features: np.ndarray) -> float:
-        x = (features - self.offset) / self.scale
-        distance = ((self.centres - x) ** 2).sum(1)
-        return float(self.weights @ np.exp(-distance / (2 * LENGTH_SCALE**2)))
+        return _sum_of_gaussians(
+            features, self.offset, self.scale, self.centres, self.weights, 2 * LENGTH_SCALE**2
+        )
+
+
+@njit(cache=True)
+def _sum_of_gaussians(features, offset, scale, centres, weights, width):
+    """Compiled: a decode step may wait for it."""
+    x = (features - offset) / scale
+    total = 0.0
+    for i in range(weights.size):
+        distance = 0.0
+        for j in range(x.size):
+            distance += (centres[i, j] - x[j]) ** 2
+        total += weights[i] * math.exp(-distance / width)
+    return total
 
 
 @dataclass(frozen=True)
