@@ -32,7 +32,7 @@ def test_outputs_of_both_backends_are_attention(tmp_path):
         assert row["problem"] is None and row["requests"] == 13 and not row["cuda_graph"]
         assert row["kv_slots"] < row["kv_tokens"] / 4, "the requests share a prefix"
         assert 0 < row["error"]["norm"] < 1e-5
-        assert row["decision"] == (["prefix", "default"] if row["backend"] == "prefix" else None)
+        assert row["decision"] == (["prefix", "forced"] if row["backend"] == "prefix" else None)
 
 
 @pytest.mark.parametrize("fault", ["drop_node", "swap_tails", "skip_append"])
