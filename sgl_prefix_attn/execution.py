@@ -12,6 +12,7 @@ from sgl_prefix_attn.calibration.startup import agreed, gpu_key
 from sgl_prefix_attn.envs import Settings
 from sgl_prefix_attn.executor import Capacity, PlanExecutor
 from sgl_prefix_attn.plan import Planner
+from sgl_prefix_attn.ranks import cpu_group
 from sgl_prefix_attn.records import HeadConfig, PathTable, Plan
 from sgl_prefix_attn.tuning import default_costs, default_tile_set
 
@@ -65,9 +66,8 @@ def _calibration(runner, heads: HeadConfig, num_sms: int) -> Calibration | None:
     device = torch.device(runner.device)
     if device.type != "cuda":
         return None
-    group = runner.tp_group.cpu_group if runner.ps.tp_size > 1 else None
     key = gpu_key(device, heads, runner.kv_cache_dtype, runner.page_size)
-    return agreed(key, num_sms, group)
+    return agreed(key, num_sms, cpu_group(runner))
 
 
 def padding_plan(planner: Planner) -> Plan:

@@ -8,14 +8,19 @@ import torch
 import torch.distributed
 
 
+def cpu_group(runner):
+    """The process group of CPU tensors of a ModelRunner's tensor-parallel ranks, None for one."""
+    return runner.tp_group.cpu_group if runner.ps.tp_size > 1 else None
+
+
 def agreement(runner) -> Callable[[bool], bool]:
     """A function that tells whether every tensor-parallel rank of a ModelRunner passed True.
 
     All ranks must call it at the same steps; with one rank it is the identity.
     """
-    if runner.ps.tp_size == 1:
+    group = cpu_group(runner)
+    if group is None:
         return lambda ok: ok
-    group = runner.tp_group.cpu_group
 
     def agree(ok: bool) -> bool:
         flag = torch.tensor([ok], dtype=torch.int32)

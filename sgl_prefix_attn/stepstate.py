@@ -14,15 +14,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from sgl_prefix_attn.calibration.predict import Predictor
+from sgl_prefix_attn.calibration.predict import Predictor, outlook
 from sgl_prefix_attn.envs import Settings
 from sgl_prefix_attn.executor import PlanTooLarge
 from sgl_prefix_attn.lifetime import PlanLifetime
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.metrics.stepcount import StepCount
-from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.policy import PREFIX, STOCK_STEPS, BatchFacts, decide
-from sgl_prefix_attn.records import Decision, PathTable, Plan, Prediction
+from sgl_prefix_attn.records import Decision, Plan
 from sgl_prefix_attn.tree import TreeInvariantError, check_paths, read_paths, unsupported_tree
 
 
@@ -177,15 +176,24 @@ class StepPreparer:
         """Read the tree, predict, and plan unless no plan could win."""
         paths = read_paths(reqs, tree_cache, seq_lens)
         if self._predictor is not None and facts.policy != PREFIX:
-            facts, unique = self._with_stock_time(facts, paths)
-            decision = decide(self._with_prefix_time(facts, self._predictor.least_prefix(unique)))
+            seen = outlook(self._predictor, paths, self._padded_size(len(reqs)))
+            facts = replace(
+                facts,
+                predicted=seen.predicted,
+                source=self._predictor.source,
+                shares=seen.shares,
+                running=self._running,
+                steps=self._steps,
+            )
+            decision = decide(facts)
             if decision.variant != PREFIX:
-                self._stay_stock(reqs, seq_lens, unique)
+                self._stay_stock(reqs, seq_lens, seen.unique_tokens)
                 return decision, None
         plan = self._planner.plan(paths)
         self._counters.plan(cause, plan.stats)
         if facts.predicted is not None:
-            facts = self._with_prefix_time(facts, self._predictor.prefix(plan.work))
+            us = self._predictor.prefix(plan.work)
+            facts = replace(facts, predicted=replace(facts.predicted, prefix_us=us))
         decision = decide(facts)
         if decision.variant != PREFIX:
             self._stay_stock(reqs, seq_lens, plan.stats.kv_tokens_unique)
@@ -203,27 +211,6 @@ class StepPreparer:
         """Stock kernels until the batch changes or has grown enough to be looked at again."""
         self.lifetime.planned(reqs, seq_lens, self.settings.headroom)
         self._count.looked_stock(seq_lens, unique)
-
-    def _with_stock_time(self, facts: BatchFacts, paths: PathTable) -> tuple[BatchFacts, int]:
-        """Facts with the stock kernels' time, and the batch's unique KV tokens."""
-        forest = build_forest(paths)
-        unique = forest.unique_tokens
-        batch = paths.seq_lens.size
-        rows = np.ones(max(batch, self._padded_size(batch)), np.int64)
-        rows[:batch] = paths.seq_lens
-        known = replace(
-            facts,
-            predicted=Prediction(self._predictor.stock(rows, unique), float("inf")),
-            source=self._predictor.source,
-            shares=forest.parent.size > 0,
-            running=self._running,
-            steps=self._steps,
-        )
-        return known, unique
-
-    @staticmethod
-    def _with_prefix_time(facts: BatchFacts, us: float) -> BatchFacts:
-        return replace(facts, predicted=replace(facts.predicted, prefix_us=us))
 
     def _reason_of(self, fault: Exception | None) -> str:
         """Why a look failed, on this rank or (None) on another; logged the first time."""

@@ -29,13 +29,7 @@ def main(argv: list[str]) -> int:
         return layers.main(argv[1:])
     args = _parse(argv)
     end_on_sigterm()
-    meta = provenance.collect(
-        "eval.compare_outputs",
-        argv,
-        seed=engines.SEED,
-        model_shape=args.model_shape,
-        layers=args.layers,
-    )
+    meta = engines.meta(argv, args)
     rows: list[dict] = []
     with tempfile.TemporaryDirectory(prefix="compare-outputs-") as folder:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from eval import provenance
 from eval.compare_outputs import faults, scenarios
 from eval.engine_process import uses_prefix
 from eval.model_shapes import SHAPES
@@ -61,6 +62,17 @@ def engine_arguments(args, model: Path, page_size: int) -> dict:
 def environment(backend: str) -> dict[str, str]:
     """Prefix kernels in every step that can run them: they are what is judged, not the policy."""
     return {"SGL_PREFIX_ATTN_POLICY": "prefix"} if uses_prefix(backend) else {}
+
+
+def meta(argv: list[str], args) -> dict:
+    """Of a result file; argv is the command line of eval.compare_outputs."""
+    return provenance.collect(
+        "eval.compare_outputs",
+        argv,
+        seed=SEED,
+        model_shape=args.model_shape,
+        layers=args.layers,
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser, default_scenarios: list[str]) -> None:

@@ -36,13 +36,7 @@ from eval.engine_process import (
 def main(argv: list[str]) -> int:
     args = _parse(argv)
     end_on_sigterm()
-    meta = provenance.collect(
-        "eval.compare_outputs",
-        ["layers", *argv],
-        seed=engines.SEED,
-        model_shape=args.model_shape,
-        layers=args.layers,
-    )
+    meta = engines.meta(["layers", *argv], args)
     rows: list[dict] = []
     with tempfile.TemporaryDirectory(prefix="compare-layers-") as folder:
         try:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from sgl_prefix_attn.calibration.predict import Predictor
+from sgl_prefix_attn.calibration.predict import Predictor, outlook
 from sgl_prefix_attn.plan import Planner
-from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.policy import STOCK, BatchFacts, decide
 from sgl_prefix_attn.records import Decision, PathTable, Prediction
 
@@ -27,14 +24,8 @@ def facts_without_plan(predictor: Predictor, paths: PathTable) -> BatchFacts:
 
     The batch fills its graph: no padding rows. Nothing ran before, so nothing is held.
     """
-    forest = build_forest(paths)
-    unique = forest.unique_tokens
-    rows = paths.seq_lens.astype(np.int64)
-    return BatchFacts(
-        predicted=Prediction(predictor.stock(rows, unique), predictor.least_prefix(unique)),
-        source=predictor.source,
-        shares=forest.parent.size > 0,
-    )
+    seen = outlook(predictor, paths, paths.seq_lens.size)
+    return BatchFacts(predicted=seen.predicted, source=predictor.source, shares=seen.shares)
 
 
 def look(predictor: Predictor, planner: Planner, paths: PathTable) -> Look:

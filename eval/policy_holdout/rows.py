@@ -34,13 +34,9 @@ class Measured:
 
     def check(self, batch: Batch) -> None:
         """Raises ValueError if another batch was measured."""
-        now = (batch.size, int(batch.paths.seq_lens.sum()))
-        if now != (self.size, self.tokens):
-            raise ValueError(
-                f"batch {self.index} of seed {self.seed} had {self.size} requests and "
-                f"{self.tokens} tokens when it was measured, now it has {now[0]} and {now[1]}: "
-                "measure again"
-            )
+        change = batch.change_since(self.size, self.tokens)
+        if change is not None:
+            raise ValueError(f"batch {self.index} of seed {self.seed} {change}: measure again")
 
 
 def measure(seed: int, batches: list[Batch], meter) -> Iterator[Measured]:
@@ -52,7 +48,7 @@ def measure(seed: int, batches: list[Batch], meter) -> Iterator[Measured]:
             us = times.stock_us, times.prefix_us
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
-        yield Measured(seed, index, batch.size, int(batch.paths.seq_lens.sum()), *us, error)
+        yield Measured(seed, index, batch.size, batch.tokens, *us, error)
 
 
 def row(batch: Batch, measured: Measured, look: Look) -> dict:

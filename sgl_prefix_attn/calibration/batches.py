@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.records import PathTable
 
 LENGTHS = ("homogeneous", "bucketed", "bimodal", "uniform", "zipf")
@@ -19,7 +20,8 @@ SHORTEST, LONGEST = 64, 65536  # KV tokens of a request
 
 @dataclass(frozen=True)
 class Batch:
-    """A decode batch: name is "lengths/sharing", unique_tokens counts each shared token once."""
+    """A decode batch: name is "lengths/sharing", tokens are what a query-centric kernel reads,
+    unique_tokens counts each shared one once."""
 
     name: str
     paths: PathTable
@@ -29,19 +31,27 @@ class Batch:
         return self.paths.seq_lens.size
 
     @property
+    def tokens(self) -> int:
+        return int(self.paths.seq_lens.sum())
+
+    @property
     def unique_tokens(self) -> int:
-        return unique_tokens(self.paths)
+        return build_forest(self.paths).unique_tokens
 
     @property
     def shared_share(self) -> float:
         """Share of the KV that a query-centric kernel reads more than once."""
-        return 1 - self.unique_tokens / int(self.paths.seq_lens.sum())
+        return 1 - self.unique_tokens / self.tokens
 
-
-def unique_tokens(paths: PathTable) -> int:
-    """KV tokens of a batch, those on several paths counted once."""
-    private = paths.seq_lens.astype(np.int64) - prefix_lens(paths)
-    return int(paths.length.sum() + private.sum())
+    def change_since(self, size: int, tokens: int) -> str | None:
+        """What proves that another batch was drawn in its place when that had so many requests and
+        tokens; None where nothing does."""
+        if (self.size, self.tokens) == (size, tokens):
+            return None
+        return (
+            f"had {size} requests and {tokens} tokens when it was measured, now it has "
+            f"{self.size} and {self.tokens}"
+        )
 
 
 def prefix_lens(paths: PathTable) -> np.ndarray:

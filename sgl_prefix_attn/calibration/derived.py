@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from sgl_prefix_attn.calibration.rates import known_rates
 from sgl_prefix_attn.calibration.record import Calibration, CalibrationKey
 from sgl_prefix_attn.calibration.timemodel import (
     PREFIX_COEFFICIENTS,
     STOCK_COEFFICIENTS,
     TimeModel,
 )
-from sgl_prefix_attn.plan.costs import GPU_RATES
+from sgl_prefix_attn.plan.costs import GPU_RATES, known_rates
 
 
 def scaled(found: Calibration, key: CalibrationKey) -> Calibration:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from sgl_prefix_attn.calibration.record import Calibration
@@ -11,7 +13,8 @@ from sgl_prefix_attn.calibration.timemodel import (
     predict_prefix,
     predict_stock,
 )
-from sgl_prefix_attn.records import PlanWork
+from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.records import PathTable, PlanWork, Prediction
 
 
 class Predictor:
@@ -39,3 +42,26 @@ class Predictor:
     def least_prefix(self, unique: int) -> float:
         """No plan of a batch with so many unique tokens is predicted to be faster."""
         return least_prefix(self._calibration.prefix, unique, self._costs)
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What is known of a batch before it is planned: `predicted` has the least that any plan may
+    take; unique_tokens counts each shared KV token once; shares: whether there are any."""
+
+    predicted: Prediction
+    unique_tokens: int
+    shares: bool
+
+
+def outlook(predictor: Predictor, paths: PathTable, num_rows: int) -> Outlook:
+    """Of a batch in a graph of num_rows rows; what the batch does not fill is padding."""
+    forest = build_forest(paths)
+    unique = forest.unique_tokens
+    rows = np.ones(max(paths.seq_lens.size, num_rows), np.int64)
+    rows[: paths.seq_lens.size] = paths.seq_lens
+    return Outlook(
+        predicted=Prediction(predictor.stock(rows, unique), predictor.least_prefix(unique)),
+        unique_tokens=unique,
+        shares=forest.parent.size > 0,
+    )

@@ -8,7 +8,7 @@ import numpy as np
 
 from sgl_prefix_attn.calibration.batches import path_table
 from sgl_prefix_attn.plan import Planner
-from sgl_prefix_attn.plan.costs import GPU_RATES, GpuRates, partial_bytes
+from sgl_prefix_attn.plan.costs import GpuRates, known_rates, partial_bytes
 from sgl_prefix_attn.plan.work import SHARED_CTAS
 from sgl_prefix_attn.records import PathTable, Plan, PlanWork
 
@@ -70,11 +70,6 @@ def _per_us(name: str, amount: float, us: float) -> float:
     if us <= 0:
         raise RuntimeError(f"measured rates make no sense: {name}: {amount:.4g} took {us:.4g} us")
     return amount / us
-
-
-def known_rates(gpu: str) -> GpuRates | None:
-    """The table's row for a GPU of that name."""
-    return next((rates for name, rates in GPU_RATES.items() if name in gpu), None)
 
 
 def check_plausible(rates: GpuRates, gpu: str) -> None:

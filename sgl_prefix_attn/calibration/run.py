@@ -57,8 +57,8 @@ def measure(
         else:
             meter = meter or new_meter(_planner(task, rates), MAX_BATCH)
             us = meter.measure(batch)
-            tokens = int(batch.paths.seq_lens.sum())
-            samples.append(path, Sample(index, batch.size, tokens, us.stock_us, us.prefix_us))
+            sample = Sample(index, batch.size, batch.tokens, us.stock_us, us.prefix_us)
+            samples.append(path, sample)
         progress(index + 1)
 
 

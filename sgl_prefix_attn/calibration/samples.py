@@ -46,12 +46,9 @@ class Sample(NamedTuple):
 
     def check(self, batch: Batch) -> None:
         """Raises CalibrationError if this was another batch."""
-        tokens = int(batch.paths.seq_lens.sum())
-        if (self.size, self.tokens) != (batch.size, tokens):
-            raise CalibrationError(
-                f"batch {self.index} had {self.size} requests and {self.tokens} tokens when it was "
-                f"measured, now it has {batch.size} and {tokens}: measure with --fresh"
-            )
+        change = batch.change_since(self.size, self.tokens)
+        if change is not None:
+            raise CalibrationError(f"batch {self.index} {change}: measure with --fresh")
 
 
 @dataclass(frozen=True)

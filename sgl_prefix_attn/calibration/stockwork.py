@@ -6,11 +6,12 @@ the GPU with whole requests is not split, and then its longest requests decide h
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 
 import numpy as np
 from numba import njit
+
+from sgl_prefix_attn.plan.work import busiest_cta
 
 CTAS = 2  # a multiprocessor
 SHORTEST_PIECE = 128  # KV tokens
@@ -35,20 +36,21 @@ class StockWork:
 def stock_work(seq_lens: np.ndarray, unique: int, num_sms: int, num_kv_heads: int) -> StockWork:
     """Work of a decode step with lengths seq_lens int [B] of which `unique` tokens differ."""
     lens = seq_lens.astype(np.int64)
-    pieces, chain = _schedule(lens, max(1, CTAS * num_sms // num_kv_heads))
+    slots = max(1, CTAS * num_sms // num_kv_heads)
+    pieces = _pieces(lens, slots)
     return StockWork(
         batch_size=lens.size,
         tokens=int(lens.sum()),
         unique=unique,
         longest=int(lens.max()),
-        pieces=pieces,
-        chain=chain,
+        pieces=pieces.size,
+        chain=busiest_cta(pieces, slots, PIECE_TOKENS),
     )
 
 
 @njit(cache=True)
-def _schedule(lens, slots):
-    """(pieces, tokens on the busiest of `slots` CTAs) with requests handed out in batch order."""
+def _pieces(lens, slots):
+    """float [n]: KV tokens of each piece, request after request as FlashInfer hands them out."""
     high = max(lens.max(), SHORTEST_PIECE)
     low = SHORTEST_PIECE if lens.size <= slots else high  # as many requests as slots: no split
     while low < high:
@@ -60,15 +62,13 @@ def _schedule(lens, slots):
             low = middle + 1
         else:
             high = middle
-    free = [0.0 for _ in range(slots)]
-    last = 0.0
-    pieces = 0
+    count = 0
     for n in lens:
-        start = 0
-        while start < n:
-            end = heapq.heappop(free) + min(low, n - start) + PIECE_TOKENS
-            heapq.heappush(free, end)
-            last = max(last, end)
-            pieces += 1
-            start += low
-    return pieces, last
+        count += (n + low - 1) // low
+    pieces = np.empty(count, np.float64)
+    i = 0
+    for n in lens:
+        for start in range(0, n, low):
+            pieces[i] = min(low, n - start)
+            i += 1
+    return pieces

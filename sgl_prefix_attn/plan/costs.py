@@ -40,6 +40,13 @@ GPU_RATES = {
     "A100": GpuRates(bandwidth=1.7e6, mma=150e6, item=6.0, ctas=324, launch=6.0),
     "other": GpuRates(bandwidth=1.0e6, mma=100e6, item=6.0, ctas=200, launch=6.0),
 }
+
+
+def known_rates(gpu_name: str) -> GpuRates | None:
+    """The first row of the table whose name occurs in gpu_name."""
+    return next((rates for name, rates in GPU_RATES.items() if name in gpu_name), None)
+
+
 # Bytes of KV that a CTA streams in a microsecond while it has the memory to itself.
 _CHAIN_BANDWIDTH = 35e3
 
@@ -79,8 +86,7 @@ class CostModel:
     @classmethod
     def for_gpu(cls, gpu_name: str, heads: HeadConfig, kv_bytes: int = 2) -> CostModel:
         """Rates of the first table row whose name occurs in gpu_name, else of 'other'."""
-        row = next((v for k, v in GPU_RATES.items() if k in gpu_name), GPU_RATES["other"])
-        return cls.from_rates(row, heads, kv_bytes)
+        return cls.from_rates(known_rates(gpu_name) or GPU_RATES["other"], heads, kv_bytes)
 
     @classmethod
     def from_rates(cls, rates: GpuRates, heads: HeadConfig, kv_bytes: int = 2) -> CostModel:

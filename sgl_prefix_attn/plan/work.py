@@ -28,7 +28,7 @@ def plan_work(tiling: Tiling, num_partials: int, tile_set: TileSet, heads: HeadC
     def longest(mask: np.ndarray, ctas: int) -> float:
         chosen = order[mask[order]]
         slots = max(1, tile_set.num_sms * ctas // heads.num_kv_heads)
-        return _makespan(tokens[chosen], items[chosen], slots)
+        return busiest_cta(np.repeat(tokens[chosen], items[chosen]), slots, ITEM_TOKENS)
 
     return PlanWork(
         tail_tokens=int(tiling.tokens[~shared].sum()),
@@ -44,13 +44,13 @@ def plan_work(tiling: Tiling, num_partials: int, tile_set: TileSet, heads: HeadC
 
 
 @njit(cache=True)
-def _makespan(tokens, items, slots):
-    """Tokens on the busiest of `slots` CTAs, each taking the next item when it is free."""
+def busiest_cta(tokens, slots, fixed):
+    """KV tokens on the busiest of `slots` CTAs, each taking the next piece of work when it is free:
+    tokens float [n] in that order, and what a piece costs besides, `fixed` tokens."""
     free = [0.0 for _ in range(slots)]
     last = 0.0
-    for job in range(tokens.size):
-        for _ in range(items[job]):
-            end = heapq.heappop(free) + tokens[job] + ITEM_TOKENS
-            heapq.heappush(free, end)
-            last = max(last, end)
+    for piece in tokens:
+        end = heapq.heappop(free) + piece + fixed
+        heapq.heappush(free, end)
+        last = max(last, end)
     return last
