@@ -100,8 +100,7 @@ def run_case(plant: bool = False, device: str = "cuda") -> int:
 
     # a small case that uses every queue
     tiles = default_tile_set(device, HEADS)
-    shared = tuple(replace(tile, min_kv=min(tile.min_kv, 100)) for tile in tiles.shared)
-    tiles = replace(tiles, shared=shared, packed_tickets=1)
+    tiles = replace(tiles, packed_tickets=1)
     plan = Planner(
         HEADS, tile_set=tiles, strategy="naive", costs=default_costs(device, HEADS)
     ).plan(paths)

@@ -33,15 +33,12 @@ def gpu_tile_set(num_sms: int, heads: HeadConfig) -> TileSet:
     needs no GPU."""
     tail_m, requests = _tail_rows(heads)
     rows = max(64, tail_m)
-    # Short KV wants many small CTAs, so fewer registers each; long KV wants large blocks. Wide
-    # heads need twice the warps to hold their accumulators in registers.
+    # Many small CTAs, so few registers each. Wide heads need twice the warps to hold their
+    # accumulators in registers. One shared tile: each further one costs every layer 2 to 3 us.
     wide = heads.head_dim > 128
     warps, stages = (2, 3) if wide else (1, 5)
     return TileSet(
-        shared=(
-            TileConfig(rows, 32, 4 * warps, stages, max_regs=None if wide else 168),
-            TileConfig(rows, 64, 4 * warps, stages, min_kv=1024),
-        ),
+        shared=(TileConfig(rows, 32, 4 * warps, stages, max_regs=None if wide else 168),),
         tail=TileConfig(tail_m, 64, 2 * warps, num_stages=3, requests=1, fill=2.4),
         packed_tail=(
             TileConfig(tail_m, 64, 2 * warps, num_stages=2, requests=requests, fill=2.4)

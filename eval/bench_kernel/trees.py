@@ -6,6 +6,7 @@ Each leaf is one request; the last level is private and holds the token being de
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,11 +117,10 @@ def parse_trees(spec: str) -> list[Tree]:
     """
     if spec == "pat20":
         texts = list(PAT20)
-    elif "_" not in spec or Path(spec).is_file():
-        path = Path(spec)
-        if not path.is_file():
+    elif "_" not in spec or os.path.isfile(spec):  # False, too, for a list longer than a file name
+        if not os.path.isfile(spec):
             raise ValueError(f"trees {spec!r}: neither pat20, nor a file, nor COUNTS_LENGTHS")
-        lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
+        lines = (line.partition("#")[0].strip() for line in Path(spec).read_text().splitlines())
         texts = [line for line in lines if line]
     else:
         texts = [text for text in spec.split(";") if text.strip()]

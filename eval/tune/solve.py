@@ -82,4 +82,4 @@ def kernel_name(tile: TileConfig) -> str:
 
 def shape(tile: TileConfig) -> TileConfig:
     """The tile without what does not change the compiled kernel."""
-    return replace(tile, fill=TileConfig.fill, min_kv=TileConfig.min_kv)
+    return replace(tile, fill=TileConfig.fill)

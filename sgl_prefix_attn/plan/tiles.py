@@ -18,7 +18,6 @@ class TileConfig:
     requests     0: the shared kernel, all rows over the same KV; otherwise the tails kernel with
                  up to that many requests side by side in a tile (a power of two)
     max_regs     registers a thread may have, None: as the compiler likes; fewer let more CTAs fit
-    min_kv       KV length from which a shared tile is preferred to the one before of its block_m
     fill         CTAs on every SM with which this tile reaches its full rate (measured)
     """
 
@@ -28,7 +27,6 @@ class TileConfig:
     num_stages: int = 3
     requests: int = 0
     max_regs: int | None = None
-    min_kv: int = 0
     fill: float = 2.0
 
 
@@ -36,7 +34,7 @@ class TileConfig:
 class TileSet:
     """The tiles a planner may pick from, and how it splits long KV.
 
-    shared       for KV that several queries share, in ascending block_m, then min_kv
+    shared       for KV that several queries share, in ascending block_m
     tail         for one request's tail
     packed_tail  for several short tails at once, or None
     packed_len   longest tail, in KV tokens, that is packed with others
@@ -60,9 +58,9 @@ class TileSet:
     def __post_init__(self):
         if not self.shared or len(self.tiles) > layout.MAX_TILES:
             raise ValueError(f"shared must hold 1 to {layout.MAX_TILES - 2} tiles")
-        sizes = [(t.block_m, t.min_kv) for t in self.shared]
-        if sizes != sorted(sizes) or any(t.requests for t in self.shared):
-            raise ValueError("shared must hold shared tiles in ascending block_m, then min_kv")
+        sizes = [t.block_m for t in self.shared]
+        if sizes != sorted(set(sizes)) or any(t.requests for t in self.shared):
+            raise ValueError("shared must hold shared tiles in ascending block_m")
         if self.tail.requests != 1:
             raise ValueError("tail must be a tails tile for one request")
         if self.packed_tail is not None and self.packed_tail.requests < 2:
@@ -116,11 +114,10 @@ def tile_packs(packs: Packs, tile_set: TileSet, costs: CostModel) -> Tiling:
     """Pick a tile for every pack and split long KV towards equal work.
 
     Shared packs round up: the smallest block_m that holds the pack's queries * group_size rows, and
-    the largest one, several times, for more; of that block_m's tiles, the last whose min_kv the KV
-    length reaches. Short tails of like length share a tile, where enough of them remain to fill the
-    GPU. A job is split so that no item takes longer than the whole step, were it spread evenly,
-    plus what launching and merging cost anyway (an occupancy-aware form of PAT's mean rule): finer
-    splits would only add partial results.
+    the largest one, several times, for more. Short tails of like length share a tile, where enough
+    of them remain to fill the GPU. A job is split so that no item takes longer than the whole step,
+    were it spread evenly, plus what launching and merging cost anyway (an occupancy-aware form of
+    PAT's mean rule): finer splits would only add partial results.
     """
     queries = np.diff(packs.query_offset)
     kv_len = packs.kv_end - packs.kv_start
@@ -151,9 +148,7 @@ def tile_packs(packs: Packs, tile_set: TileSet, costs: CostModel) -> Tiling:
     row_tiles = np.ones(job_len.size, np.int64)
     per_tile = job_queries.copy()
     if shared.size:
-        chosen = _select_shared(
-            job_queries[: shared.size], job_len[: shared.size], tile_set.shared, costs.group_size
-        )
+        chosen = _select_shared(job_queries[: shared.size], tile_set.shared, costs.group_size)
         tile[: shared.size] = chosen[0] + first_shared
         row_tiles[: shared.size], per_tile[: shared.size] = chosen[1:]
 
@@ -170,19 +165,12 @@ def tile_packs(packs: Packs, tile_set: TileSet, costs: CostModel) -> Tiling:
     return Tiling(*(c.astype(np.int32) for c in columns), job_time / splits)
 
 
-def _select_shared(queries, kv_len, tiles: tuple[TileConfig, ...], group: int):
+def _select_shared(queries, tiles: tuple[TileConfig, ...], group: int):
     """(index into tiles, row tiles, queries per tile) of each shared pack."""
     block_m = np.array([t.block_m for t in tiles])
-    min_kv = np.array([t.min_kv for t in tiles])
     most = block_m[-1] // group
     row_tiles = -(-queries // most)
     per_tile = -(-queries // row_tiles)
     row_tiles = -(-queries // per_tile)
-    first = np.searchsorted(block_m, per_tile * group)  # the smallest block_m with enough rows
-    same_m = np.searchsorted(block_m, block_m[first], side="right") - first
-    tile = first
-    for step in range(1, int(same_m.max(initial=1))):
-        candidate = np.minimum(first + step, min_kv.size - 1)
-        preferred = (step < same_m) & (min_kv[candidate] <= kv_len)
-        tile = np.where(preferred, candidate, tile)
+    tile = np.searchsorted(block_m, per_tile * group)  # the smallest block_m with enough rows
     return tile, row_tiles, per_tile

@@ -94,8 +94,7 @@ def splitting_tiles(heads: HeadConfig, packed=True) -> TileSet:
     requests = min(4, 1 << (tail_m // group).bit_length() - 1)
     return TileSet(
         shared=(
-            TileConfig(tail_m, 16), TileConfig(tail_m, 32, min_kv=32),
-            TileConfig(2 * tail_m, 16), TileConfig(2 * tail_m, 64, min_kv=64),
+            TileConfig(tail_m, 16), TileConfig(2 * tail_m, 64),
         ),
         tail=TileConfig(tail_m, 32, requests=1),
         packed_tail=TileConfig(tail_m, 32, requests=requests) if packed and requests > 1 else None,

@@ -55,6 +55,7 @@ def test_a_tree_that_does_not_parse_is_quoted(text, says):
 def test_tree_lists(tmp_path):
     assert [tree.name for tree in parse_trees("pat20")] == list(PAT20)
     assert [tree.name for tree in parse_trees("1,2_3,4;5_6")] == ["1,2_3,4", "5_6"]
+    assert [tree.name for tree in parse_trees(";".join(PAT20))] == list(PAT20)
     path = tmp_path / "trees.txt"
     path.write_text("# comment\n1,2_3,4\n\n5_6  # unshared\n")
     assert [tree.name for tree in parse_trees(str(path))] == ["1,2_3,4", "5_6"]

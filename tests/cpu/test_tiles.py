@@ -14,10 +14,7 @@ HEADS = HeadConfig(8, 2, 64)
 
 
 def tile_set(**options) -> TileSet:
-    shared = (
-        TileConfig(16, 16), TileConfig(16, 64, min_kv=64),
-        TileConfig(64, 32), TileConfig(64, 128, min_kv=128),
-    )  # fmt: skip
+    shared = (TileConfig(16, 16), TileConfig(64, 32))
     options = {"tail": TileConfig(16, 32, requests=1), "num_sms": 4, **options}
     return TileSet(shared=shared, **options)
 
@@ -28,18 +25,17 @@ def naive_plan(paths, tiles, heads=HEADS):
 
 
 @pytest.mark.parametrize(
-    "queries, kv_len, tile, per_item",
-    [  # group size 4; tile 0 is the tail's, 1 to 4 are shared
-        (4, 63, 1, [4]),  # 16 rows fit block_m 16; 63 tokens are below the second's min_kv 64
-        (4, 64, 2, [4]),
-        (5, 127, 3, [5]),  # 20 rows need block_m 64
-        (16, 128, 4, [16]),
-        (17, 20, 3, [9, 8]),  # two row tiles of like size
-        (33, 20, 3, [11, 11, 11]),
+    "queries, tile, per_item",
+    [  # group size 4; tile 0 is the tail's, 1 and 2 are shared
+        (4, 1, [4]),  # 16 rows fit block_m 16
+        (5, 2, [5]),  # 20 rows need block_m 64
+        (16, 2, [16]),
+        (17, 2, [9, 8]),  # two row tiles of like size
+        (33, 2, [11, 11, 11]),
     ],
 )
-def test_smallest_tile_that_holds_the_rows(queries, kv_len, tile, per_item):
-    paths = path_table([(-1, kv_len)], [0] * queries, [1] * queries)
+def test_smallest_tile_that_holds_the_rows(queries, tile, per_item):
+    paths = path_table([(-1, 20)], [0] * queries, [1] * queries)
     plan = naive_plan(paths, tile_set(min_split=1 << 20))
     queues = {t: queue[:, L.I_NUM_QUERIES].tolist() for t, queue in items(plan) if len(queue)}
     assert queues == {0: [1] * queries, tile: per_item}
@@ -110,7 +106,7 @@ def test_tile_set_refuses(options, message):
     [
         (),
         (TileConfig(64, 32), TileConfig(16, 32)),
-        (TileConfig(16, 32, min_kv=64), TileConfig(16, 64)),
+        (TileConfig(16, 32), TileConfig(16, 64)),
         (TileConfig(16, 32, requests=2),),
     ],
 )
