@@ -40,7 +40,7 @@ MARGIN = 0.1  # of the equal share, below that of two correct backends
 ENGINE = {
     "device": "cuda",
     "dtype": "bfloat16",
-    "mem_fraction_static": 0.5,
+    "mem_fraction_static": 0.2,
     "cuda_graph_bs_decode": [1, 2, 4, 8, 16],  # 3, 5, 6, 7 are padded
     "disable_prefill_cuda_graph": True,
     "grammar_backend": "none",
