@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import numpy as np
@@ -13,6 +14,7 @@ from sgl_prefix_attn.plan.work import SHARED_CTAS
 from sgl_prefix_attn.records import PathTable, Plan, PlanWork
 
 MAX_QUERIES = 1024  # requests of the largest plan here
+_MMA_LENGTHS = (4096, 16384)  # KV tokens that all queries share, for the rate of arithmetic
 _PLAUSIBLE = 4.0  # a measured rate is at most so many times the table's, or its inverse
 
 
@@ -56,8 +58,11 @@ def measure_rates(
     extra_items = (many.shared_items - few.shared_items) * heads.num_kv_heads / ctas
     item = (many_us - few_us - moved / bandwidth) / extra_items
 
-    (short_us, short), (long_us, long) = (timed(nested((MAX_QUERIES,), n)) for n in (4096, 16384))
-    flops = 4.0 * heads.num_qo_heads * heads.head_dim * MAX_QUERIES
+    queries = full_waves(planner, ctas)
+    (short_us, short), (long_us, long) = (
+        timed(nested((queries,), n, queries)) for n in _MMA_LENGTHS
+    )
+    flops = 4.0 * heads.num_qo_heads * heads.head_dim * queries
     flops *= long.shared_tokens - short.shared_tokens
     mma = _per_us("mma", flops, long_us - short_us)
     try:
@@ -92,14 +97,27 @@ def unshared(requests: int, length: int) -> PathTable:
     return path_table([], none - 1, none, none + length)
 
 
-def nested(groups: tuple[int, ...], length: int) -> PathTable:
-    """MAX_QUERIES requests with a token of their own; every groups[i] neighbours share a node of
-    `length` tokens below that of the groups[i - 1] around them."""
+def full_waves(planner: Planner, ctas: int) -> int:
+    """How many queries over one stretch of KV, half of MAX_QUERIES or more, leave the fewest of
+    `ctas` idle in the last wave of work items, else that wave is what would be timed."""
+
+    def busy(queries: int) -> float:
+        plans = [planner.plan(nested((queries,), n, queries)) for n in _MMA_LENGTHS]
+        waves = [plan.work.shared_items * planner.heads.num_kv_heads / ctas for plan in plans]
+        return min(wave / math.ceil(wave) for wave in waves)
+
+    step = max(1, planner.tile_set.shared[-1].block_m // planner.heads.group_size)
+    return max(range(MAX_QUERIES, MAX_QUERIES // 2, -step), key=busy)
+
+
+def nested(groups: tuple[int, ...], length: int, requests: int = MAX_QUERIES) -> PathTable:
+    """Requests with a token of their own; every groups[i] neighbours share a node of `length`
+    tokens below that of the groups[i - 1] around them."""
     nodes, first = [], -1
     for level, group in enumerate(groups):
         above, first = first, len(nodes)
-        for i in range(MAX_QUERIES // group):
+        for i in range(requests // group):
             nodes.append((above + i * group // groups[level - 1] if level else -1, length))
-    rows = np.arange(MAX_QUERIES)
-    prefix = np.full(MAX_QUERIES, len(groups) * length)
-    return path_table(nodes, first + rows // groups[-1], prefix, np.ones(MAX_QUERIES))
+    rows = np.arange(requests)
+    prefix = np.full(requests, len(groups) * length)
+    return path_table(nodes, first + rows // groups[-1], prefix, np.ones(requests))

@@ -32,8 +32,9 @@ class GpuRates:
                 raise ValueError(f"{name} must be finite and > 0, got {value!r}")
 
 
-# H100 and H200 as `sgl-prefix-attn calibrate` measured them for 32/8 heads of 128 (the shipped
-# calibrations hold the digits); the other rows are estimates, not measured.
+# H100 and H200 as `sgl-prefix-attn calibrate` measured them for 32/8 heads of 128; the other rows
+# are estimates. The shipped calibrations have a lower mma: while it was measured, most CTAs had no
+# item in the last wave.
 GPU_RATES = {
     "H100": GpuRates(bandwidth=2.94e6, mma=347e6, item=5.9, ctas=396, launch=4.1),
     "H200": GpuRates(bandwidth=4.24e6, mma=336e6, item=6.2, ctas=396, launch=4.0),

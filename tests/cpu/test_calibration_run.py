@@ -14,8 +14,10 @@ from sgl_prefix_attn.calibration.measure import BatchMeter
 from sgl_prefix_attn.calibration.rates import (
     MAX_QUERIES,
     check_plausible,
+    full_waves,
     measure_rates,
     min_pool,
+    nested,
     unshared,
 )
 from sgl_prefix_attn.execution import padding_plan
@@ -41,6 +43,16 @@ def exact(tmp_path_factory):
     path = tmp_path_factory.mktemp("samples") / "exact.jsonl"
     run.measure(LARGE, path, FakeMeter, say=list)
     return path
+
+
+@pytest.mark.parametrize("heads", [(32, 8), (16, 4), (64, 8), (28, 4), (32, 32), (8, 1)])
+def test_arithmetic_is_timed_with_every_cta_busy(heads):
+    heads, ctas = HeadConfig(*heads, 128), 3 * NUM_SMS
+    planner = Planner(heads, tile_set=gpu_tile_set(NUM_SMS, heads), strategy="naive")
+    queries = full_waves(planner, ctas)
+    assert MAX_QUERIES // 2 < queries <= MAX_QUERIES
+    items = planner.plan(nested((queries,), 16384, queries)).work.shared_items * heads.num_kv_heads
+    assert 0.95 * ctas * -(-items // ctas) <= items
 
 
 def test_rates_are_what_the_gpu_does():
