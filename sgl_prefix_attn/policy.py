@@ -74,7 +74,6 @@ class BatchFacts:
     running: str | None = None
     steps: int = 0
     strategy: str = "calibrated"
-    tile_set: str = "default"
 
 
 def unsupported_model(facts: ModelFacts) -> str | None:
@@ -125,4 +124,4 @@ def decide(facts: BatchFacts) -> Decision:
 
 
 def _prefix(reason: str, facts: BatchFacts) -> Decision:
-    return Decision(PREFIX, reason, facts.predicted, facts.strategy, facts.tile_set)
+    return Decision(PREFIX, reason, facts.predicted, facts.strategy)

@@ -192,11 +192,10 @@ class Decision:
     """Which kernels run this decode step ('prefix' or 'stock') and why.
 
     predicted  what the choice rests on, None where it rests on nothing measured
-    strategy, tile_set  what a prefix step's plan is made with; None for a stock step
+    strategy   what a prefix step's plan is made with; None for a stock step
     """
 
     variant: str
     reason: str
     predicted: Prediction | None = field(default=None, compare=False)
     strategy: str | None = field(default=None, compare=False)
-    tile_set: str | None = field(default=None, compare=False)
