@@ -170,8 +170,7 @@ def _engine_table(rows: list[dict]) -> str:
 def _engine_cell(row: dict | None) -> str:
     if row is None or row["tpot_ms"] is None:
         return "-" if row is None else row["status"].partition(":")[0]
-    ratio = "" if row["ratio"] is None else f" ({row['ratio']:.3f})"
-    return f"{row['tpot_ms']:.2f} ms{ratio}"
+    return f"{row['tpot_ms']:.2f} ms ({row['ratio']:.3f})"
 
 
 def _trace_table(rows: list[dict], meta: dict) -> str:

@@ -84,7 +84,7 @@ def _run_group(group, folder: Path, args, workloads, new_tokens, rows: list[dict
                 args.alternations,
                 lambda text: print(text, flush=True),
             )
-            base = samples.get(args.baseline)
+            base = samples[args.baseline]
             for backend in group:
                 known = backend == args.baseline and any(
                     r["backend"] == backend and r["workload"] == workload.name for r in rows
@@ -99,10 +99,10 @@ def _run_group(group, folder: Path, args, workloads, new_tokens, rows: list[dict
 
 
 def _row(
-    backend: str, workload: Workload, args, samples: Samples, new_tokens, base: Samples | None
+    backend: str, workload: Workload, args, samples: Samples, new_tokens, base: Samples
 ) -> dict:
     tpot = tpot_ms(samples, new_tokens)
-    base_tpot = None if base is None else tpot_ms(base, new_tokens)
+    base_tpot = tpot_ms(base, new_tokens)
     return {
         "backend": backend,
         "workload": workload.name,
@@ -113,10 +113,10 @@ def _row(
         "status": "ok",
         "alternations": len(samples.long),
         "tpot_ms": tpot,
-        "ratio": None if base is None else tpot / base_tpot,
+        "ratio": tpot / base_tpot,
         "baseline_tpot_ms": base_tpot,
         "each_tpot_ms": each_tpot_ms(samples, new_tokens),
-        "baseline_each_tpot_ms": None if base is None else each_tpot_ms(base, new_tokens),
+        "baseline_each_tpot_ms": each_tpot_ms(base, new_tokens),
         "seconds_short": samples.short,
         "seconds_long": samples.long,
     }
@@ -126,10 +126,8 @@ def _text(row: dict) -> str:
     each = row["each_tpot_ms"]
     text = (
         f"  {row['workload']:<10} {row['backend']:<14} TPOT {row['tpot_ms']:8.3f} ms "
-        f"({min(each):.3f} to {max(each):.3f})"
+        f"({min(each):.3f} to {max(each):.3f})  ratio {row['ratio']:.3f}"
     )
-    if row["ratio"] is not None:
-        text += f"  ratio {row['ratio']:.3f}"
     if row["host"].get("steady_us") is not None:
         text += f"  our host code {row['host']['steady_us']:.1f} us a steady step"
     return text

@@ -207,8 +207,8 @@ def test_engine_rows_have_each_alternation_of_both_backends():
     assert row["alternations"] == 3 and row["ratio"] == pytest.approx(0.5)
     assert row["each_tpot_ms"] == pytest.approx([10, 12, 14])
     assert row["baseline_each_tpot_ms"] == pytest.approx([20, 24, 28])
-    alone = bench_engine._row("prefix", NAMED["one"], args, samples, (64, 164), None)
-    assert alone["ratio"] is None and alone["baseline_each_tpot_ms"] is None
+    itself = bench_engine._row(args.baseline, NAMED["one"], args, base, (64, 164), base)
+    assert itself["ratio"] == 1 and itself["baseline_each_tpot_ms"] == itself["each_tpot_ms"]
 
 
 def test_model_config_has_the_shape(tmp_path):
