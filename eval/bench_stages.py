@@ -19,6 +19,7 @@ from eval.bench_kernel.floor import floor_us, rates_of
 from eval.bench_kernel.trees import parse_trees
 from sgl_prefix_attn.calibration.timing import LayerTimer
 from sgl_prefix_attn.checks import lengths, path_table
+from sgl_prefix_attn.cli.model_heads import parse_heads
 from sgl_prefix_attn.executor import Capacity, PlanExecutor
 from sgl_prefix_attn.kernels import layout as L
 from sgl_prefix_attn.plan import Planner, TileSet
@@ -38,8 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", metavar="OUT")
     args = parser.parse_args(argv)
     device = torch.device(args.device)
-    qo_heads, kv_heads = map(int, args.heads.split("/"))
-    heads = HeadConfig(qo_heads, kv_heads, 128)
+    heads = HeadConfig(*parse_heads(args.heads), 128)
     dtype = DTYPES["bf16"]
     rates = rates_of(device)
     meta = provenance.collect("eval.bench_stages", argv or sys.argv[1:])

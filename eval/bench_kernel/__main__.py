@@ -19,6 +19,7 @@ from eval.bench_kernel.floor import rates_of
 from eval.bench_kernel.providers import NAMES, STRATEGIES, make_providers
 from eval.bench_kernel.runner import DeviceLost, Setting, compare
 from eval.bench_kernel.trees import parse_trees
+from sgl_prefix_attn.cli.model_heads import parse_heads
 from sgl_prefix_attn.records import HeadConfig
 
 _PEERS = "prefix,flashinfer,fa3,batchattn,cascade"
@@ -102,32 +103,20 @@ def _parse(argv: list[str]):
         settings = [
             Setting(
                 tree,
-                heads,
+                HeadConfig(*parse_heads(heads.strip()), args.head_dim),
                 page,
                 args.dtype,
                 DTYPES[args.dtype],
                 torch.device(args.device),
                 args.seed,
             )
-            for heads in parse_heads(args.heads, args.head_dim)
+            for heads in args.heads.split(",")
             for page in _page_sizes(args.page_size)
             for tree in parse_trees(args.trees)
         ]
     except ValueError as error:
         parser.error(str(error))
     return args, settings, providers
-
-
-def parse_heads(text: str, head_dim: int) -> list[HeadConfig]:
-    """`32/8,64/8` as head configurations. Raises ValueError quoting what does not parse."""
-    configs = []
-    for part in text.split(","):
-        try:
-            num_qo_heads, num_kv_heads = map(int, part.split("/"))
-        except ValueError:
-            raise ValueError(f"heads {part!r}: expected QO/KV, such as 32/8") from None
-        configs.append(HeadConfig(num_qo_heads, num_kv_heads, head_dim))
-    return configs
 
 
 def _page_sizes(text: str) -> list[int]:

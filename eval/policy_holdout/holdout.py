@@ -16,6 +16,7 @@ from eval.policy_holdout.rows import Measured, measure, row
 from sgl_prefix_attn.calibration.batches import MAX_BATCH, Batch, draw
 from sgl_prefix_attn.calibration.predict import Predictor
 from sgl_prefix_attn.calibration.record import CalibrationKey
+from sgl_prefix_attn.cli.model_heads import parse_heads
 from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.records import HeadConfig
 from sgl_prefix_attn.tuning import gpu_tile_set
@@ -46,13 +47,11 @@ class Setup:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
             raise ValueError(f"seeds must be different integers >= 0, got {self.seeds}")
-        parts = self.heads.split("/")
-        if len(parts) != 2 or not all(part.isdecimal() for part in parts):
-            raise ValueError(f"heads must be like 32/8, got {self.heads!r}")
+        parse_heads(self.heads)
 
     @property
     def key(self) -> CalibrationKey:
-        heads = HeadConfig(*map(int, self.heads.split("/")), self.head_dim)
+        heads = HeadConfig(*parse_heads(self.heads), self.head_dim)
         return CalibrationKey(self.gpu, heads, DTYPES[self.dtype], self.page_size)
 
     def draw(self, seed: int) -> list[Batch]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from sgl_prefix_attn.cli.model_heads import heads_of_model, heads_on_rank
+from sgl_prefix_attn.cli.model_heads import heads_of_model, heads_on_rank, parse_heads
 from sgl_prefix_attn.records import HeadConfig
 
 POOL_TOKENS = 450_000
@@ -164,10 +164,7 @@ def _head_config(args: argparse.Namespace) -> HeadConfig:
     try:
         if args.model is not None:
             return heads_of_model(args.model, args.tp)
-        parts = args.heads.split("/")
-        if len(parts) != 2 or not all(part.isdecimal() for part in parts):
-            raise ValueError(f"--heads must be like 32/8, got {args.heads!r}")
-        return heads_on_rank(int(parts[0]), int(parts[1]), args.head_dim, args.tp)
+        return heads_on_rank(*parse_heads(args.heads), args.head_dim, args.tp)
     except ValueError as error:
         raise Unusable(str(error)) from None
 

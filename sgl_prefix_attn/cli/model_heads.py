@@ -1,4 +1,4 @@
-"""The attention heads that a Hugging Face model has on one tensor-parallel rank."""
+"""The attention heads that a Hugging Face model, or --heads, gives a tensor-parallel rank."""
 
 from __future__ import annotations
 
@@ -41,6 +41,14 @@ def _heads(config: dict[str, Any]) -> tuple[int, int, int]:
     num_kv_heads = config.get("num_key_value_heads") or num_qo_heads
     head_dim = config.get("head_dim") or config["hidden_size"] // num_qo_heads
     return num_qo_heads, num_kv_heads, head_dim
+
+
+def parse_heads(text: str) -> tuple[int, int]:
+    """Query and KV heads of `32/8`. Raises ValueError that quotes what does not parse."""
+    parts = text.split("/")
+    if len(parts) != 2 or not all(part.isdecimal() for part in parts):
+        raise ValueError(f"--heads must be like 32/8, got {text!r}")
+    return int(parts[0]), int(parts[1])
 
 
 def heads_on_rank(num_qo_heads: int, num_kv_heads: int, head_dim: int, tp: int) -> HeadConfig:

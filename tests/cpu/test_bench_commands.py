@@ -39,6 +39,7 @@ def test_help(command, capsys):
 @pytest.mark.parametrize(
     ("command", "argv"),
     [
+        (bench_kernel, ["--heads", "32/8,32"]),
         (bench_engine, ["--workloads", "nope"]),
         (bench_engine, ["--new-tokens", "64,32"]),
         (bench_engine, ["--model-shape", "nope"]),
