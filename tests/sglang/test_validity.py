@@ -56,3 +56,13 @@ def test_steady_steps_do_not_plan(engines):
 def test_retraction_without_a_tree_replans(engines):
     _, prefix = engines.both(NO_RADIX)
     assert "composition" in [cause for cause, _ in causes(prefix, "late_prompt")]
+
+
+def test_only_the_kv_of_a_request_compares_by_value():
+    """PlanLifetime compares lists of requests and of nodes with ==."""
+    from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
+    from sglang.srt.mem_cache.radix_cache import TreeNode
+
+    assert Req.__eq__ is TreeNode.__eq__ is object.__eq__
+    allocation = {"kv_allocated_len": 7, "swa_evicted_seqlen": 0}
+    assert ReqKvInfo(**allocation) == ReqKvInfo(**allocation)
