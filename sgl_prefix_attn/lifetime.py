@@ -72,7 +72,7 @@ class PlanLifetime:
 
 
 def _mapping(reqs: Sequence) -> list:
-    """What decides where the requests' KV lies: three entries each. The last, SGLang's ReqKvInfo, is
-    equal by value though allocated anew (with the radix cache off nothing else changes then), so
+    """What decides where the requests' KV lies, three entries each. The last, SGLang's ReqKvInfo,
+    is equal by value though allocated anew (with the radix cache off nothing else changes then), so
     it is compared by identity. One pass, because each request is cold in the CPU's caches."""
     return [x for req in reqs for x in (req.last_node, req.cache_protected_len, req.kv)]
