@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from eval.policy_holdout import judge, source
 from eval.policy_holdout.coverage import coverage
@@ -16,6 +15,7 @@ from eval.policy_holdout.rows import Measured, measure, row
 from sgl_prefix_attn.calibration.batches import MAX_BATCH, Batch, draw
 from sgl_prefix_attn.calibration.predict import Predictor
 from sgl_prefix_attn.calibration.record import CalibrationKey
+from sgl_prefix_attn.cli.calibrate import meter_factory, progress_bar
 from sgl_prefix_attn.cli.model_heads import parse_heads
 from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.records import HeadConfig
@@ -78,8 +78,7 @@ class Holdout:
     def run(self, meter, save: Callable[[list[dict]], None]) -> list[dict]:
         """Measure and judge every seed; save(rows so far) after each."""
         rows = []
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+        with progress_bar(Console(stderr=True)) as progress:
             bar = progress.add_task("", total=self.setup.batches * len(self.setup.seeds))
             for seed in self.setup.seeds:
                 progress.update(bar, description=f"seed {seed}")
@@ -126,15 +125,4 @@ def find_gpu() -> tuple[str, int]:
 
 def gpu_meter(setup: Setup, planner: Planner):
     """calibration.measure.BatchMeter for the setup, on the first GPU."""
-    import torch
-
-    from sgl_prefix_attn.calibration.measure import BatchMeter
-
-    return BatchMeter(
-        planner,
-        dtype=getattr(torch, DTYPES[setup.dtype]),
-        page_size=setup.page_size,
-        pool_tokens=setup.pool_tokens,
-        max_batch=MAX_BATCH,
-        device=torch.device("cuda", 0),
-    )
+    return meter_factory(setup.key, setup.pool_tokens)(planner, MAX_BATCH)

@@ -89,12 +89,12 @@ def calibrate(args: argparse.Namespace, console: Console) -> None:
     path = args.out or store.cache_folder() / store.file_name(key, task.versions)
     samples_path = path.with_suffix(".samples.jsonl")
     console.print(f"{gpu.name}, {heads}, {args.dtype}, pages of {args.page_size}")
-    with _progress(console) as progress:
+    with progress_bar(console) as progress:
         bar = progress.add_task("measuring", total=task.count)
         steps.measure(
             task,
             samples_path,
-            meter_factory(task),
+            meter_factory(key, task.pool_tokens),
             fresh=args.fresh,
             say=console.print,
             progress=lambda done: progress.update(bar, completed=done),
@@ -127,17 +127,17 @@ def find_gpu() -> Gpu:
     )
 
 
-def meter_factory(task) -> Callable:
-    """(planner, most requests) -> BatchMeter on the first GPU."""
+def meter_factory(key, most_tokens: int) -> Callable:
+    """(planner, most requests) -> BatchMeter on the first GPU, for batches of up to most_tokens."""
     import torch
 
     from sgl_prefix_attn.calibration.measure import BatchMeter
 
     return lambda planner, max_batch: BatchMeter(
         planner,
-        dtype=getattr(torch, task.key.dtype),
-        page_size=task.key.page_size,
-        pool_tokens=task.pool_tokens,
+        dtype=getattr(torch, key.dtype),
+        page_size=key.page_size,
+        pool_tokens=most_tokens,
         max_batch=max_batch,
         device=torch.device("cuda", 0),
     )
@@ -176,6 +176,6 @@ def _positive(text: str) -> int:
     return value
 
 
-def _progress(console: Console) -> Progress:
+def progress_bar(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     return Progress(*columns, TimeRemainingColumn(), console=console)

@@ -82,7 +82,7 @@ def test_pool_of_a_large_a_small_and_a_full_gpu():
 def gpu(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(calibrate, "find_gpu", lambda: calibrate.Gpu(KEY.gpu, NUM_SMS, 16 << 30))
-    monkeypatch.setattr(calibrate, "meter_factory", lambda task: FakeMeter)
+    monkeypatch.setattr(calibrate, "meter_factory", lambda key, most_tokens: FakeMeter)
     monkeypatch.setattr(FakeMeter, "measured", 0)
     monkeypatch.setattr(FakeMeter, "broken_at", None)
     return tmp_path

@@ -3,10 +3,12 @@
 import math
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import numpy as np
 import orjson
 import pytest
+import torch
 
 from eval import bench_plan, report
 from eval.bench_plan import Node, RadixCache, Request
@@ -14,6 +16,7 @@ from eval.policy_holdout import __main__ as command
 from eval.policy_holdout import holdout, host, judge, looks, source, text
 from eval.policy_holdout.coverage import coverage
 from eval.policy_holdout.looks import look
+from sgl_prefix_attn.calibration import measure as meters
 from sgl_prefix_attn.calibration import samples, store
 from sgl_prefix_attn.calibration.batches import draw
 from sgl_prefix_attn.calibration.predict import Predictor
@@ -98,6 +101,19 @@ def run(tmp_path, monkeypatch, calibration_file):
         return status, orjson.loads(out.read_bytes())
 
     return call
+
+
+def test_the_meter_has_room_for_every_batch_of_the_setup(monkeypatch):
+    new_meter = create_autospec(meters.BatchMeter)
+    monkeypatch.setattr(meters, "BatchMeter", new_meter)
+    given = {"dtype": "fp16", "page_size": 16, "pool_tokens": POOL}
+    setup = holdout.Setup(gpu=GPU, num_sms=SMS, **command.DEFAULTS | given)
+    planner = planner_of(calibration())
+    assert holdout.gpu_meter(setup, planner) is new_meter.return_value
+    new_meter.assert_called_once_with(
+        planner, dtype=torch.float16, page_size=16, pool_tokens=POOL, max_batch=256,
+        device=torch.device("cuda", 0),
+    )  # fmt: skip
 
 
 def row(stock_us, prefix_us, variant="stock", **changes):
