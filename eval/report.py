@@ -168,8 +168,8 @@ def _engine_table(rows: list[dict]) -> str:
 
 
 def _engine_cell(row: dict | None) -> str:
-    if row is None or row["tpot_ms"] is None:
-        return "-" if row is None else row["status"].partition(":")[0]
+    if row is None:
+        return "-"
     return f"{row['tpot_ms']:.2f} ms ({row['ratio']:.3f})"
 
 

@@ -110,7 +110,6 @@ def _row(
         "batch": workload.batch,
         "shared": workload.shared,
         "private": workload.private,
-        "status": "ok",
         "alternations": len(samples.long),
         "tpot_ms": tpot,
         "ratio": tpot / base_tpot,

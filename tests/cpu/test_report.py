@@ -36,7 +36,7 @@ KERNELS = [
 ENGINES = [
     {
         "backend": backend, "workload": "shared8k", "page_size": 1, "batch": 64, "shared": 8192,
-        "private": 256, "tpot_ms": tpot, "ratio": tpot / 15.0, "status": "ok",
+        "private": 256, "tpot_ms": tpot, "ratio": tpot / 15.0,
     }
     for backend, tpot in (("prefix", 9.0), ("flashinfer", 15.0))
 ]  # fmt: skip
