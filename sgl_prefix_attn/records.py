@@ -140,7 +140,8 @@ class PlanWork:
     reread_tokens  ... and read again, for row tiles beyond a pack's first
     shared_rows    shared tokens times the rows of the tiles over them
     tail_items, shared_items  work items, each run once a KV head
-    tail_chain, shared_chain  KV tokens on the busiest CTA, its work items' fixed cost included
+    tail_chain, shared_chain  KV tokens on the busiest CTA, in whole blocks of a tile, its work
+                   items' fixed cost included
     partials       partial rows
     """
 

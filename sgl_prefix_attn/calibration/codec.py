@@ -22,7 +22,7 @@ from sgl_prefix_attn.calibration.timemodel import (
 from sgl_prefix_attn.plan.costs import GpuRates
 from sgl_prefix_attn.records import HeadConfig, PlanWork
 
-FORMAT = 1
+FORMAT = 2
 MODELS = ("stock", "prefix")
 SOURCES = ("measured", "shipped", "scaled", "conservative")
 DTYPES = ("bfloat16", "float16", "float32")

@@ -22,7 +22,7 @@ from sgl_prefix_attn.plan.costs import CostModel
 from sgl_prefix_attn.records import PlanWork
 
 # Standard deviations, in logarithms: of what the physical part misses, of one measurement.
-_MISSED, _NOISE = 0.06, 0.02
+_MISSED, _NOISE = 0.06, 0.012
 _MAX_CENTRES = 400
 _FOLDS = 5
 

@@ -1,20 +1,22 @@
 """How much work a decode step is for FlashInfer: what its time is predicted from.
 
 FlashInfer splits long requests so that all pieces run at once, two CTAs an SM; a batch that fills
-the GPU with whole requests is not split, and then its longest requests decide how long it takes.
+the GPU with whole requests is not split, and then it matters which requests its CTAs get: they take
+the pieces of the first KV head in the batch's order, then those of the next.
 """
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 import numpy as np
 from numba import njit
 
-from sgl_prefix_attn.plan.work import busiest_cta
-
 CTAS = 2  # a multiprocessor
 SHORTEST_PIECE = 128  # KV tokens
+# KV tokens that a CTA loads at once, for heads of 128; a tile that is not full takes as long.
+KV_TILE = 128
 # What a piece costs a CTA besides its KV, in KV tokens of one head.
 PIECE_TOKENS = 100
 
@@ -22,8 +24,8 @@ PIECE_TOKENS = 100
 @dataclass(frozen=True)
 class StockWork:
     """tokens: KV tokens that the batch reads; unique: each shared one counted once; longest: of
-    one request; pieces: CTAs a KV head; chain: KV tokens on the busiest CTA, fixed costs
-    included."""
+    one request; pieces: CTAs a KV head; chain: KV tokens of one head on the busiest CTA, in whole
+    tiles, fixed costs included."""
 
     batch_size: int
     tokens: int
@@ -36,15 +38,15 @@ class StockWork:
 def stock_work(seq_lens: np.ndarray, unique: int, num_sms: int, num_kv_heads: int) -> StockWork:
     """Work of a decode step with lengths seq_lens int [B] of which `unique` tokens differ."""
     lens = seq_lens.astype(np.int64)
-    slots = max(1, CTAS * num_sms // num_kv_heads)
-    pieces = _pieces(lens, slots)
+    pieces = _pieces(lens, max(1, CTAS * num_sms // num_kv_heads))
+    cost = -(-pieces // KV_TILE) * KV_TILE + PIECE_TOKENS
     return StockWork(
         batch_size=lens.size,
         tokens=int(lens.sum()),
         unique=unique,
         longest=int(lens.max()),
         pieces=pieces.size,
-        chain=busiest_cta(pieces, slots, PIECE_TOKENS),
+        chain=_busiest_cta(cost, num_kv_heads, CTAS * num_sms),
     )
 
 
@@ -72,3 +74,17 @@ def _pieces(lens, slots):
             pieces[i] = min(low, n - start)
             i += 1
     return pieces
+
+
+@njit(cache=True)
+def _busiest_cta(cost, num_kv_heads, slots):
+    """When the last of `slots` CTAs is done, if each takes the next piece when it is free: cost
+    float [n] of the pieces of one KV head, handed out head after head."""
+    free = [0.0 for _ in range(min(slots, cost.size * num_kv_heads))]
+    last = 0.0
+    for _ in range(num_kv_heads):
+        for piece in cost:
+            end = free[0] + piece
+            heapq.heapreplace(free, end)
+            last = max(last, end)
+    return last

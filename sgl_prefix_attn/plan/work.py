@@ -21,14 +21,15 @@ def plan_work(tiling: Tiling, num_partials: int, tile_set: TileSet, heads: HeadC
     first_shared = len(tile_set.tiles) - len(tile_set.shared)
     shared = tiling.tile >= first_shared
     block_m = np.array([tile.block_m for tile in tile_set.tiles])[tiling.tile]
+    block_n = np.array([tile.block_n for tile in tile_set.tiles])[tiling.tile]
     items = tiling.row_tiles * tiling.splits
-    tokens = tiling.tokens / tiling.splits
+    tokens = np.ceil(tiling.tokens / tiling.splits / block_n) * block_n
     order = np.argsort(-tokens, kind="stable")
 
     def longest(mask: np.ndarray, ctas: int) -> float:
         chosen = order[mask[order]]
         slots = max(1, tile_set.num_sms * ctas // heads.num_kv_heads)
-        return busiest_cta(np.repeat(tokens[chosen], items[chosen]), slots, ITEM_TOKENS)
+        return _busiest_cta(np.repeat(tokens[chosen], items[chosen]), slots)
 
     return PlanWork(
         tail_tokens=int(tiling.tokens[~shared].sum()),
@@ -44,13 +45,17 @@ def plan_work(tiling: Tiling, num_partials: int, tile_set: TileSet, heads: HeadC
 
 
 @njit(cache=True)
-def busiest_cta(tokens, slots, fixed):
-    """KV tokens on the busiest of `slots` CTAs, each taking the next piece of work when it is free:
-    tokens float [n] in that order, and what a piece costs besides, `fixed` tokens."""
-    free = [0.0 for _ in range(slots)]
-    last = 0.0
-    for piece in tokens:
-        end = heapq.heappop(free) + piece + fixed
-        heapq.heappush(free, end)
+def _busiest_cta(tokens, slots):
+    """KV tokens on the busiest of `slots` CTAs, its items' fixed cost included: tokens float [n] of
+    the items in the queue's order. As in the kernels, a CTA takes its next item when it starts one,
+    so that the heaviest item is followed by the heaviest of the second round."""
+    starts = [(0.0, cta) for cta in range(min(slots, tokens.size))]  # when, and which item
+    taken, last = slots, 0.0
+    while len(starts) > 0:
+        start, item = heapq.heappop(starts)
+        end = start + tokens[item] + ITEM_TOKENS
         last = max(last, end)
+        if taken < tokens.size:
+            heapq.heappush(starts, (end, taken))
+            taken += 1
     return last

@@ -15,7 +15,13 @@ from sgl_prefix_attn.calibration.batches import (
     draw,
     prefix_lens,
 )
-from sgl_prefix_attn.calibration.stockwork import CTAS, PIECE_TOKENS, SHORTEST_PIECE, stock_work
+from sgl_prefix_attn.calibration.stockwork import (
+    CTAS,
+    KV_TILE,
+    PIECE_TOKENS,
+    SHORTEST_PIECE,
+    stock_work,
+)
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.packs import make_packs
 from sgl_prefix_attn.plan.profit import choose_merges
@@ -98,7 +104,7 @@ def test_the_same_seed_gives_the_same_batches(batches):
 
 def plain_stock_work(lens, num_sms, num_kv_heads):
     """FlashInfer's rule in plain Python: the smallest piece with which all pieces run at once,
-    then each piece in turn on the CTA that is free first."""
+    then each piece of each head in turn on the CTA that is free first."""
     slots = max(1, CTAS * num_sms // num_kv_heads)
     longest = max(*lens, SHORTEST_PIECE)
     fitting = [
@@ -108,10 +114,10 @@ def plain_stock_work(lens, num_sms, num_kv_heads):
     ]
     piece = fitting[0] if fitting else longest
     parts = [min(piece, n - start) for n in lens for start in range(0, n, piece)]
-    free = [0] * slots
-    for part in parts:
+    free = [0] * (CTAS * num_sms)
+    for part in parts * num_kv_heads:
         first = free.index(min(free))
-        free[first] += part + PIECE_TOKENS
+        free[first] += math.ceil(part / KV_TILE) * KV_TILE + PIECE_TOKENS
     return len(parts), max(free)
 
 
@@ -131,7 +137,18 @@ def test_stock_work(lens, num_sms, num_kv_heads):
 
 def test_a_batch_that_fills_the_gpu_is_not_split():
     work = stock_work(np.full(64, 1000), 64_000, num_sms=4, num_kv_heads=1)
-    assert work.pieces == 64 and work.chain == 8 * (1000 + PIECE_TOKENS)
+    assert work.pieces == 64 and work.chain == 8 * (1024 + PIECE_TOKENS)
+
+
+def test_the_order_of_requests_counts():
+    """A long request that comes last starts when the others are done."""
+    lens = np.full(64, 128)
+    chains = []
+    for place in (0, 63):
+        lens[:] = 128
+        lens[place] = 1280
+        chains.append(stock_work(lens, 0, num_sms=16, num_kv_heads=1).chain)
+    assert chains == [1280 + PIECE_TOKENS, 1280 + PIECE_TOKENS + 128 + PIECE_TOKENS]
 
 
 def plain_plan_work(tiling, partials, tile_set, heads):
@@ -146,16 +163,22 @@ def plain_plan_work(tiling, partials, tile_set, heads):
         kind = "tail" if tile.requests else "shared"
         sums[f"{kind}_tokens"] += tokens
         sums[f"{kind}_items"] += rows * splits
-        items[kind] += [tokens / splits] * (rows * splits)
+        blocks = math.ceil(tokens / splits / tile.block_n)
+        items[kind] += [blocks * tile.block_n] * (rows * splits)
         if kind == "shared":
             sums["reread_tokens"] += tokens * (rows - 1)
             sums["shared_rows"] += tokens * rows * tile.block_m
     chains = {}
     for kind, ctas in (("tail", TAIL_CTAS), ("shared", SHARED_CTAS)):
-        free = [0.0] * max(1, tile_set.num_sms * ctas // heads.num_kv_heads)
-        for tokens in sorted(items[kind], reverse=True):
-            free[free.index(min(free))] += tokens + ITEM_TOKENS
-        chains[f"{kind}_chain"] = max(free)
+        slots = max(1, tile_set.num_sms * ctas // heads.num_kv_heads)
+        waiting = sorted(items[kind], reverse=True)
+        held = [waiting.pop(0) for _ in range(min(slots, len(waiting)))]  # the next item of a CTA
+        free = [0] * len(held)
+        while any(item is not None for item in held):
+            cta = min((free[i], i) for i, item in enumerate(held) if item is not None)[1]
+            free[cta] += held[cta] + ITEM_TOKENS
+            held[cta] = waiting.pop(0) if waiting else None
+        chains[f"{kind}_chain"] = max(free, default=0)
     return sums | chains | {"partials": partials}
 
 

@@ -77,12 +77,12 @@ def changed(path: str, value):
 
 
 REFUSED = {
-    "format": (changed("format", 2), "format 2"),
+    "format": (changed("format", 1), "format 1"),
     "no format": (changed("format", ...), "format None"),
     "truncated": (encode(calibration())[:-40], "truncated"),
     "empty": (b"", "truncated"),
     "no object": (b"[1]", "no JSON object"),
-    "foreign": (b'{"format": 1, "name": "x"}', "key is missing"),
+    "foreign": (b'{"format": 2, "name": "x"}', "key is missing"),
     "pickle": (b"\x80\x04N.", "truncated or no JSON"),
     "rate": (changed("rates.bandwidth", -1.0), "bandwidth"),
     "rate of text": (changed("rates.item", "2"), "rates"),
