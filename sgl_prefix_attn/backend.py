@@ -99,12 +99,18 @@ class PrefixAttnBackend(AttentionBackend):
         if not forward_batch.forward_mode.is_decode() or forward_batch.seq_lens_cpu is None:
             self._steps.interrupt()
             return
-        self._observed = self._steps.prepare(
-            schedule_batch.reqs,
-            schedule_batch.tree_cache,
-            forward_batch.seq_lens_cpu.numpy(),
-            self.req_to_token_pool.req_to_token,
-        )
+        try:
+            self._observed = self._steps.prepare(
+                schedule_batch.reqs,
+                schedule_batch.tree_cache,
+                forward_batch.seq_lens_cpu.numpy(),
+                self.req_to_token_pool.req_to_token,
+            )
+        except Exception:
+            if self._runner.ps.tp_size > 1:
+                raise  # the other ranks would wait for this one's word
+            logger.exception("a decode step could not be prepared")
+            self._only_stock("internal_error")
 
     @property
     def counters(self) -> StepCounters:
@@ -132,9 +138,7 @@ class PrefixAttnBackend(AttentionBackend):
     # --- SGLang's metadata contract --------------------------------------------------------------
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        if batch_requests.find_backend(self._runner) is not self:
-            # Behind a wrapper that the hook cannot look through no batch ever reaches us.
-            self._only_stock("wrapped_backend")
+        self._look_for_wrapper()
         self.variants.reset()
         self.stock.init_cuda_graph_state(max_bs, max_num_tokens)
         if self._executor is not None:
@@ -154,6 +158,7 @@ class PrefixAttnBackend(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch) -> None:
         """Eager entry point."""
+        self._look_for_wrapper()
         step = self._take_step(forward_batch.forward_mode)
         if not step.is_prefix or step.cross_check:
             self.stock.init_forward_metadata(forward_batch)
@@ -204,8 +209,11 @@ class PrefixAttnBackend(AttentionBackend):
             )
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         # One output for all layers of a graph: a layer's is consumed before the next writes it.
-        captured = self._active is self._padding
-        out = self._graph_out[: len(q)] if captured else torch.empty_like(q)
+        if self._active is self._padding:
+            out = self._graph_out[: len(q)]
+        else:
+            out = torch.empty_like(q)
+            out[self._executor.plan.batch_size :] = 0  # padding rows, as in init_cuda_graph_state
         self._executor.run(
             q,
             self.token_to_kv_pool.get_key_buffer(layer.layer_id),
@@ -247,6 +255,11 @@ class PrefixAttnBackend(AttentionBackend):
             # In a capture the stock graph of the same size has just left its metadata in place.
             self.stock.init_forward_metadata(forward_batch)
         self._active = _UNOBSERVED
+
+    def _look_for_wrapper(self) -> None:
+        """Behind a wrapper that the hook cannot look through no batch ever reaches us."""
+        if self._model_problem is None and batch_requests.find_backend(self._runner) is not self:
+            self._only_stock("wrapped_backend")
 
     def _only_stock(self, reason: str) -> None:
         logger.warning("--attention-backend prefix: all steps run stock attention (%s)", reason)

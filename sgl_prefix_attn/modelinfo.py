@@ -34,12 +34,12 @@ def model_facts(runner) -> ModelFacts:
             or x.pos_encoding_mode != "NONE"
             for x in layers
         ),
-        kv_scales=any(x.k_scale is not None or x.v_scale is not None for x in layers),
+        kv_scales=any(_is_scaled(x) for x in layers),
         kv_dtype=str(runner.kv_cache_dtype).removeprefix("torch."),
         model_dtype=str(runner.dtype).removeprefix("torch."),
         device=runner.device,
         kv_pool=_pool_name(pool),
-        parallel=_unsupported_parallelism(runner.server_args),
+        server=unsupported_server(runner.server_args),
     )
 
 
@@ -49,14 +49,30 @@ def _pool_name(pool) -> str:
     return name if layout == "nhd" else f"{name}/{layout}"
 
 
-def _unsupported_parallelism(server_args) -> str | None:
+def _is_scaled(layer: RadixAttention) -> bool:
+    """FP8 weights bring scales of 1 for a KV cache that is not FP8."""
+    scales = ((layer.k_scale, layer.k_scale_float), (layer.v_scale, layer.v_scale_float))
+    return any(scale is not None and value != 1.0 for scale, value in scales)
+
+
+def unsupported_server(server_args) -> str | None:
+    """Which option of the server rules prefix kernels out, or None."""
     if server_args.dcp_size > 1:
-        return "context"
+        return "parallel:context"
     if server_args.enable_dp_attention:
-        return "dp_attention"
+        return "parallel:dp_attention"
+    # Its microbatches take turns on one backend, which holds one plan.
+    if server_args.pp_size > 1:
+        return "parallel:pipeline"
     # Both decode with other backend instances than the one that the hook finds.
     if server_args.enable_two_batch_overlap:
-        return "two_batch_overlap"
+        return "parallel:two_batch_overlap"
     if server_args.enable_pdmux:
-        return "pdmux"
+        return "parallel:pdmux"
+    # The target model verifies and never decodes.
+    if server_args.speculative_algorithm is not None:
+        return f"speculative:{server_args.speculative_algorithm}"
+    # Never tried: the launches of a plan would be traced.
+    if server_args.enable_torch_compile:
+        return "torch_compile"
     return None

@@ -49,7 +49,7 @@ class ModelFacts:
     model_dtype: str
     device: str
     kv_pool: str  # class name, with its layout when that is not slot-major
-    parallel: str | None  # kind of parallelism that is not supported
+    server: str | None  # modelinfo.unsupported_server()
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,14 @@ def unsupported_model(facts: ModelFacts) -> str | None:
         return "layers:cross_attention"
     if facts.logit_transform:
         return "layers:logit_transform"
-    if facts.parallel is not None:
-        return f"parallel:{facts.parallel}"
+    if facts.server is not None:
+        return facts.server
     if facts.model_dtype == "float32" and facts.device != "cpu":
         return "dtype:float32"
-    if facts.kv_dtype != facts.model_dtype or facts.kv_scales:
+    if facts.kv_dtype != facts.model_dtype:
         return f"kv_dtype:{facts.kv_dtype}"
+    if facts.kv_scales:
+        return "kv_scales"
     if facts.kv_pool != "MHATokenToKVPool":
         return f"kv_pool:{facts.kv_pool}"
     return None

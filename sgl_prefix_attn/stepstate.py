@@ -163,7 +163,7 @@ class StepPreparer:
         except Exception as error:
             fault = error
         # Ranks share requests, lengths and calibration, so they get here at the same steps.
-        if cause is not None or self.settings.check:
+        if cause is not None or fault is not None or self.settings.check:
             if not self._agree(fault is None):
                 self.lifetime.invalidate("mapping")
                 return decide(replace(facts, fault=self._reason_of(fault))), None

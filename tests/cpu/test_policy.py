@@ -26,7 +26,7 @@ LLAMA = ModelFacts(
     model_dtype="bfloat16",
     device="cuda",
     kv_pool="MHATokenToKVPool",
-    parallel=None,
+    server=None,
 )
 
 
@@ -45,9 +45,9 @@ def test_a_plain_model_is_supported():
         ({"sliding_window": True}, "layers:sliding_window"),
         ({"cross_attention": True}, "layers:cross_attention"),
         ({"logit_transform": True}, "layers:logit_transform"),
-        ({"parallel": "context"}, "parallel:context"),
+        ({"server": "parallel:context"}, "parallel:context"),
         ({"kv_dtype": "float8_e4m3fn"}, "kv_dtype:float8_e4m3fn"),
-        ({"kv_scales": True}, "kv_dtype:bfloat16"),
+        ({"kv_scales": True}, "kv_scales"),
         ({"model_dtype": "float32", "kv_dtype": "float32"}, "dtype:float32"),
         ({"kv_pool": "MHATokenToKVPool/hnd"}, "kv_pool:MHATokenToKVPool/hnd"),
         ({"kv_pool": "SWAKVPool"}, "kv_pool:SWAKVPool"),

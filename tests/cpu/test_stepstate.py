@@ -75,6 +75,18 @@ def test_a_planner_error_is_one_stock_step_counted_and_logged_once(world, caplog
     assert steps.counters.steps == {ERROR: 2, DEFAULT: 2}
 
 
+def test_a_failed_check_of_the_lifetime_is_a_stock_step_on_all_ranks(world, monkeypatch):
+    ranks = Ranks()
+    steps = preparer(agree=ranks)
+    run(steps, world, 1)
+    world.reqs.pop()  # the loaded plan holds for another batch
+    with monkeypatch.context() as patched:
+        patched.setattr(steps.lifetime, "stale", lambda reqs, lens: 1 / 0)
+        assert run(steps, world, 2).decision == ERROR
+    assert ranks.told == [True, False]
+    assert run(steps, world, 3).new_plan is not None
+
+
 def test_a_failed_replan_does_not_revive_the_plan_before(world):
     steps = preparer(plan_with=Failing(2))
     run(steps, world, 1)

@@ -12,6 +12,15 @@ from sgl_prefix_attn.envs import Settings
 from tests.cpu.fake_sglang import World
 
 HQ, HKV, D = 4, 2, 8
+PLAIN_SERVER = {
+    "dcp_size": 1,
+    "pp_size": 1,
+    "enable_dp_attention": False,
+    "enable_two_batch_overlap": False,
+    "enable_pdmux": False,
+    "speculative_algorithm": None,
+    "enable_torch_compile": False,
+}
 
 
 class Stock(AttentionBackend):
@@ -89,10 +98,7 @@ class Server:
             server_args=SimpleNamespace(
                 enable_metrics=False,
                 decode_log_interval=40,
-                dcp_size=1,
-                enable_dp_attention=False,
-                enable_two_batch_overlap=False,
-                enable_pdmux=False,
+                **PLAIN_SERVER,
             ),
         )
         monkeypatch.setattr(backend_module, "verify_applied", lambda: None)

@@ -14,6 +14,7 @@ from sgl_prefix_attn.envs import Settings
 from sgl_prefix_attn.metrics.counters import KvSize
 from sgl_prefix_attn.metrics.exporter import PrometheusExporter
 from sgl_prefix_attn.metrics.runner import counters_of
+from sgl_prefix_attn.records import Decision
 from tests.cpu.fake_sglang import HiRadixCache
 from tests.sglang.fake_server import HKV, HQ, D, Server
 
@@ -68,6 +69,44 @@ def test_an_observed_step_is_used_once(server):
     server.backend.init_forward_metadata(batch)
     server.attend(batch)
     assert server.stock.calls == ["metadata", "decode"]
+
+
+def test_an_error_while_a_step_is_prepared_leaves_a_server_with_stock_steps(server, caplog):
+    eager_step(server, 1)
+    batch = server.batch(2)
+    batch.seq_lens_cpu = SimpleNamespace(numpy=lambda: 1 / 0)
+    server.observe(batch)
+    server.backend.init_forward_metadata(batch)
+    assert (server.attend(batch)[1] == 7.0).all() and "ZeroDivisionError" in caplog.text
+    assert (eager_step(server, 3)[2] == 7.0).all()
+    assert server.backend.counters.steps[Decision("stock", "internal_error")] == 1
+
+
+def test_with_tensor_parallelism_it_is_raised(monkeypatch):
+    server = Server(monkeypatch, tp_size=2)
+    batch = server.batch(1)
+    batch.seq_lens_cpu = SimpleNamespace(numpy=lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        server.observe(batch)
+
+
+def test_padding_rows_of_an_eager_step_are_zero(server, monkeypatch):
+    batch = server.batch(1)
+    server.observe(batch)
+    server.backend.init_forward_metadata(batch)
+    batch.seq_lens = torch.cat([batch.seq_lens, torch.ones(2, dtype=torch.int64)])
+    batch.out_cache_loc = torch.cat([batch.out_cache_loc, torch.zeros(2, dtype=torch.int64)])
+    monkeypatch.setattr(torch, "empty_like", lambda q: torch.full_like(q, float("nan")))
+    out = server.attend(batch)[1]
+    assert out[:3].isfinite().all() and (out[3:] == 0).all()
+
+
+def test_a_wrapper_is_found_without_graphs(server, caplog):
+    server.runner.attn_backend = object()  # hides the backend from the hook
+    batch = server.batch(1)
+    server.backend.init_forward_metadata(batch)
+    server.backend.init_forward_metadata(batch)
+    assert caplog.text.count("wrapped_backend") == 1
 
 
 def test_prefill_and_verify_go_to_stock(server):
