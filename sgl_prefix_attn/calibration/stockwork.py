@@ -11,7 +11,8 @@ import heapq
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
+
+from sgl_prefix_attn.jit import cached_njit
 
 CTAS = 2  # a multiprocessor
 SHORTEST_PIECE = 128  # KV tokens
@@ -50,7 +51,7 @@ def stock_work(seq_lens: np.ndarray, unique: int, num_sms: int, num_kv_heads: in
     )
 
 
-@njit(cache=True)
+@cached_njit
 def _pieces(lens, slots):
     """float [n]: KV tokens of each piece, request after request as FlashInfer hands them out."""
     high = max(lens.max(), SHORTEST_PIECE)
@@ -76,7 +77,7 @@ def _pieces(lens, slots):
     return pieces
 
 
-@njit(cache=True)
+@cached_njit
 def _busiest_cta(cost, num_kv_heads, slots):
     """When the last of `slots` CTAs is done, if each takes the next piece when it is free: cost
     float [n] of the pieces of one KV head, handed out head after head."""

@@ -12,9 +12,9 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
 from sgl_prefix_attn.calibration.stockwork import StockWork
+from sgl_prefix_attn.jit import cached_njit
 from sgl_prefix_attn.plan.costs import CostModel
 from sgl_prefix_attn.records import PlanWork
 
@@ -66,7 +66,7 @@ class Correction:
         )
 
 
-@njit(cache=True)
+@cached_njit
 def _sum_of_gaussians(features, offset, scale, centres, weights, width):
     """Compiled: a decode step may wait for it."""
     x = (features - offset) / scale

@@ -12,8 +12,8 @@ is the exact optimum; with tile rounding it is exact whenever the children are a
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from sgl_prefix_attn.jit import cached_njit
 from sgl_prefix_attn.plan.costs import CostModel
 from sgl_prefix_attn.records import Forest, Merges
 
@@ -41,7 +41,7 @@ def _scalars(costs: CostModel):
     )  # fmt: skip
 
 
-@njit(cache=True)
+@cached_njit
 def _pack_cost(kv_len, queries, kv_token, mma_row, fixed, group_size, row_step):
     """Time of one pack without its partial results."""
     if queries == 0:
@@ -50,14 +50,14 @@ def _pack_cost(kv_len, queries, kv_token, mma_row, fixed, group_size, row_step):
     return max(kv_len * kv_token, kv_len * rows * mma_row) + fixed
 
 
-@njit(cache=True)
+@cached_njit
 def _tail_cost(kv_start, seq_len, kv_token, mma_row, partial, fixed, group_size, row_step):
     """A request's own pack; from position 0 it is the only part and needs no merging."""
     cost = _pack_cost(seq_len - kv_start, 1, kv_token, mma_row, fixed, group_size, row_step)
     return cost + (partial if kv_start > 0 else 0.0)
 
 
-@njit(cache=True)
+@cached_njit
 def _evaluate(
     parent, start, end, num_queries, tail_parent, tail_start, seq_lens,
     node_merged, tail_merged, kv_token, mma_row, partial, fixed, group_size, row_step,
@@ -86,7 +86,7 @@ def _evaluate(
     return total
 
 
-@njit(cache=True)
+@cached_njit
 def _solve(
     parent, start, end, num_queries, tail_parent, tail_start, seq_lens,
     kv_token, mma_row, partial, fixed, group_size, row_step,

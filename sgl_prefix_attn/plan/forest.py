@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from sgl_prefix_attn.jit import cached_njit
 from sgl_prefix_attn.records import Forest, PathTable
 
 
@@ -28,7 +28,7 @@ def build_forest(paths: PathTable) -> Forest:
     return Forest(parent, start, end, num_queries, tail_parent, tail_start, paths.seq_lens)
 
 
-@njit(cache=True)
+@cached_njit
 def _build(parent, length, leaf):
     num_nodes, batch = parent.size, leaf.size
     depth = np.zeros(num_nodes, np.int32)  # KV position where the node ends

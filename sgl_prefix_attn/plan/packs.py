@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from sgl_prefix_attn.jit import cached_njit
 from sgl_prefix_attn.records import Forest, Merges, Packs
 
 
@@ -21,7 +21,7 @@ def make_packs(forest: Forest, merges: Merges) -> Packs:
     )  # fmt: skip
 
 
-@njit(cache=True)
+@cached_njit
 def _make(
     parent, start, end, num_queries, tail_parent, tail_start, seq_lens, node_merged, tail_merged
 ):

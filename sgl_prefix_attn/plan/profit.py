@@ -7,8 +7,8 @@ strategies differ in nothing else, so that each ablation is one flag.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from sgl_prefix_attn.jit import cached_njit
 from sgl_prefix_attn.plan.costs import CostModel
 from sgl_prefix_attn.plan.dynamic import optimal_merges
 from sgl_prefix_attn.records import Forest, Merges
@@ -62,7 +62,7 @@ def _pat(forest: Forest) -> Merges:
     return Merges(node, tail)
 
 
-@njit(cache=True)
+@cached_njit
 def _padding_cost(queries, kv_len, group_size, weights, tiles):
     tile_q, tile_k = tiles[0] if queries > tiles[1, 0] else tiles[1]
     pad_q = (-queries) % tile_q
@@ -70,7 +70,7 @@ def _padding_cost(queries, kv_len, group_size, weights, tiles):
     return group_size * (weights[0] * pad_q * kv_len + weights[1] * pad_k * queries)
 
 
-@njit(cache=True)
+@cached_njit
 def _fasttree(
     parent, start, end, num_queries, tail_parent, tail_start, seq_lens, group_size, weights, tiles
 ):

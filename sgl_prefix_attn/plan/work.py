@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 
 import numpy as np
-from numba import njit
 
+from sgl_prefix_attn.jit import cached_njit
 from sgl_prefix_attn.plan.tiles import TileSet, Tiling
 from sgl_prefix_attn.records import HeadConfig, PlanWork
 
@@ -44,7 +44,7 @@ def plan_work(tiling: Tiling, num_partials: int, tile_set: TileSet, heads: HeadC
     )
 
 
-@njit(cache=True)
+@cached_njit
 def _busiest_cta(tokens, slots):
     """KV tokens on the busiest of `slots` CTAs, its items' fixed cost included: tokens float [n] of
     the items in the queue's order. As in the kernels, a CTA takes its next item when it starts one,

@@ -1,0 +1,35 @@
+"""The package's own njit: compiled code is kept on disk, where there is a folder for it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+
+from numba import njit
+
+logger = logging.getLogger(__name__)
+
+
+def cached_njit(function: Callable) -> Callable:
+    """njit(cache=True), or plain njit where numba finds no folder that it can write to.
+
+    numba looks at NUMBA_CACHE_DIR, beside the source file and in the user's cache folder, and
+    raises RuntimeError: a read-only installation without a home folder must serve nevertheless.
+    """
+    try:
+        return njit(cache=True)(function)
+    except RuntimeError as error:
+        if "no locator available" not in str(error):  # a bad NUMBA_* variable
+            raise
+        _say_it_is_not_kept()
+        return njit(function)
+
+
+@functools.cache
+def _say_it_is_not_kept() -> None:
+    """Once, not for every function."""
+    logger.info(
+        "the planner is compiled at every start, which takes some seconds: numba can write to no "
+        "cache folder; NUMBA_CACHE_DIR names one"
+    )
