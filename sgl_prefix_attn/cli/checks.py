@@ -159,7 +159,10 @@ def check_compiler(facts: Facts) -> Check:
     if facts.compiler:
         return Check("C compiler", OK, facts.compiler)
     status = FAIL if facts.gpu else WARN
-    return Check("C compiler", status, "none of cc, gcc, clang found", "install gcc, or set CC")
+    if "CC" in facts.env:
+        detail = f"CC={facts.env['CC']} is no program; Triton looks for no other"
+        return Check("C compiler", status, detail, "correct or unset CC")
+    return Check("C compiler", status, "neither gcc nor clang found", "install gcc, or set CC")
 
 
 def check_calibration(facts: Facts) -> Check:

@@ -14,6 +14,7 @@ import sgl_prefix_attn
 PACKAGES = ("sgl-prefix-attn", "sglang", "torch", "triton", "flashinfer-python", "numba", "numpy")
 GENERAL_GROUP = "sglang.srt.plugins"
 PLATFORM_GROUP = "sglang.srt.platforms"
+_PREFIXES = ("SGLANG_", "SGL_PREFIX_ATTN_")
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Hook:
 class Facts:
     """`versions` holds None for what is not installed; `arch` is the first GPU's (major, minor).
 
+    `env` has the variables of SGLang and the plugin, and CC.
     `hub_kernels`: Hugging Face's package `kernels` is installed (SGLang's CUDA set needs it).
     `calibration`: what a server with 32/8 heads would find, and its source; "" without a GPU.
     """
@@ -68,7 +70,7 @@ def gather() -> Facts:
         python=sys.version_info[:2],
         cwd=Path.cwd(),
         package_dir=Path(sgl_prefix_attn.__file__).resolve().parent,
-        env={k: v for k, v in os.environ.items() if k.startswith(("SGLANG_", "SGL_PREFIX_ATTN_"))},
+        env={k: v for k, v in os.environ.items() if k == "CC" or k.startswith(_PREFIXES)},
         versions={name: _version(name) for name in PACKAGES},
         supported_sglang=supported,
         plugin_error=plugin_error,
@@ -92,8 +94,9 @@ def _version(name: str) -> str | None:
 
 
 def _compiler() -> str:
-    """The C compiler Triton would call, or ""."""
-    candidates = (os.environ.get("CC", "cc"), "gcc", "clang")
+    """The C compiler that Triton would call, or "": $CC as it is, without it gcc or clang."""
+    cc = os.environ.get("CC")
+    candidates = ("gcc", "clang") if cc is None else (cc,)
     return next((path for path in map(shutil.which, candidates) if path), "")
 
 

@@ -73,6 +73,7 @@ FAULTS = {
     "CPU engine of SGLang": (replace(ON_CPU, env=CPU | {"SGLANG_USE_CPU_ENGINE": "1"}), "device"),
     "old GPU": (replace(GOOD, arch=(7, 5)), "device"),
     "no compiler on a GPU": (replace(GOOD, compiler=""), "C compiler"),
+    "a CC that is not there": (replace(GOOD, compiler="", env={"CC": "/no/cc"}), "C compiler"),
     "calibrations do not load": (
         replace(GOOD, calibration="ImportError: x", calibration_source=""),
         "calibration",
@@ -111,6 +112,35 @@ def test_the_checkouts_kernels_folder_hides_the_hub_package(tmp_path):
     (tmp_path / "kernels").mkdir()
     checks = run_checks(replace(GOOD, cwd=tmp_path, hub_kernels=True))
     assert [c.name for c in checks if c.status == WARN] == ["not shadowed"]
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """The only folder on PATH, with an empty gcc and cc."""
+    for name in ("gcc", "cc"):
+        (tmp_path / name).touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    return tmp_path
+
+
+def test_the_compiler_is_the_one_that_triton_calls(programs, monkeypatch):
+    assert facts._compiler() == str(programs / "gcc")
+    monkeypatch.setenv("CC", "cc")
+    assert facts._compiler() == str(programs / "cc")
+    for cc in ("/nonexistent/cc", "gcc -m64", ""):  # Triton takes CC as it is
+        monkeypatch.setenv("CC", cc)
+        assert facts._compiler() == ""
+    monkeypatch.delenv("CC")
+    (programs / "gcc").unlink()
+    assert facts._compiler() == "", "Triton looks for no cc"
+
+
+def test_a_wrong_cc_is_named_with_what_to_do():
+    case = replace(GOOD, compiler="", env={"CC": "/nonexistent/cc"})
+    (check,) = [check for check in run_checks(case) if check.name == "C compiler"]
+    assert check.detail.startswith("CC=/nonexistent/cc is no program")
+    assert check.fix == "correct or unset CC"
 
 
 @pytest.mark.parametrize("source", ["scaled", "conservative"])
