@@ -18,6 +18,7 @@ from sgl_prefix_attn.calibration.codec import (
     versions_from_json,
 )
 from sgl_prefix_attn.calibration.record import CalibrationKey
+from sgl_prefix_attn.calibration.writing import writing
 from sgl_prefix_attn.plan.costs import GpuRates
 
 FORMAT = 1
@@ -62,19 +63,21 @@ class Samples:
 
 
 def start(path: Path, task: Task, rates: GpuRates) -> None:
-    """A new file that holds the header alone; replaces an older one."""
+    """A new file that holds the header alone; replaces an older one. OSError names the path."""
     header = {
         "format": FORMAT,
         **asdict(task),
         "key": key_to_json(task.key),
         "rates": asdict(rates),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(orjson.dumps(header) + b"\n")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(orjson.dumps(header) + b"\n")
 
 
 def append(path: Path, sample: Sample) -> None:
-    with path.open("ab") as file:
+    """OSError names the path."""
+    with writing(path), path.open("ab") as file:
         file.write(orjson.dumps(tuple(sample)) + b"\n")
 
 
@@ -106,7 +109,7 @@ def read(path: Path) -> Samples:
 
 def drop_torn_line(path: Path, samples: Samples) -> None:
     """Cut off what read() did not count, so that append() starts a line of its own."""
-    with path.open("rb+") as file:
+    with writing(path), path.open("rb+") as file:
         file.truncate(samples.size)
 
 

@@ -19,6 +19,7 @@ import orjson
 from sgl_prefix_attn.calibration.codec import CalibrationError, decode, encode
 from sgl_prefix_attn.calibration.derived import conservative, distance, scaled
 from sgl_prefix_attn.calibration.record import Calibration, CalibrationKey
+from sgl_prefix_attn.calibration.writing import writing
 
 SHIPPED = Path(__file__).with_name("shipped")
 HOW_TO_CALIBRATE = "`sgl-prefix-attn calibrate --model ...` measures this GPU"
@@ -37,9 +38,15 @@ def versions() -> dict[str, str]:
     return found
 
 
-def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """$XDG_CACHE_HOME or ~/.cache, then sgl_prefix_attn/calibration."""
-    base = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """$XDG_CACHE_HOME or ~/.cache, then sgl_prefix_attn/calibration; None for a user without a
+    home folder."""
+    base = environ.get("XDG_CACHE_HOME")
+    if not base:
+        try:
+            base = Path.home() / ".cache"
+        except RuntimeError:  # neither HOME nor an entry in the user database
+            return None
     return Path(base) / "sgl_prefix_attn" / "calibration"
 
 
@@ -62,19 +69,23 @@ def _digest(key: CalibrationKey, package_versions: Mapping[str, str]) -> str:
 
 
 def save(calibration: Calibration, path: Path) -> None:
-    """Write the file as a whole or not at all. CalibrationError: it does not add up."""
+    """Write the file as a whole or not at all.
+
+    CalibrationError: it does not add up. OSError that names the path: it cannot be written.
+    """
     data = encode(calibration)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
 
 
 def load(path: Path, key: CalibrationKey | None = None) -> Calibration:
@@ -91,7 +102,7 @@ def load(path: Path, key: CalibrationKey | None = None) -> Calibration:
 
 @dataclass(frozen=True)
 class Folders:
-    cache: Path
+    cache: Path | None
     shipped: Path
 
     @classmethod
@@ -126,14 +137,11 @@ def find(
     package_versions = versions() if package_versions is None else dict(package_versions)
     folders = folders or Folders.default()
     refused: list[str] = []
-    path = folders.cache / file_name(key, package_versions)
-    measured = _read(path, refused)
-    if measured is not None:
-        why = _mismatch(measured, key, num_sms, package_versions)
-        if why is None:
-            calibration = replace(measured, source="measured")
-            return Found(calibration, _line(f"measured on this machine ({path})", refused))
-        refused.append(f"{path}: {why}")
+    if folders.cache is not None:
+        path = folders.cache / file_name(key, package_versions)
+        measured = _measured(path, key, num_sms, package_versions, refused)
+        if measured is not None:
+            return Found(measured, _line(f"measured on this machine ({path})", refused))
     shipped = {
         path: calibration
         for path in sorted(folders.shipped.glob("*.json"))
@@ -158,6 +166,17 @@ def _read(path: Path, refused: list[str]) -> Calibration | None:
         if not isinstance(error.__cause__, FileNotFoundError):
             refused.append(str(error))
         return None
+
+
+def _measured(path: Path, key, num_sms, package_versions, refused) -> Calibration | None:
+    found = _read(path, refused)
+    if found is None:
+        return None
+    why = _mismatch(found, key, num_sms, package_versions)
+    if why is not None:
+        refused.append(f"{path}: {why}")
+        return None
+    return replace(found, source="measured")
 
 
 def _mismatch(found: Calibration, key, num_sms: int, package_versions) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from sgl_prefix_attn.records import HeadConfig
 POOL_TOKENS = 450_000
 _POOL_STEP = 50_000  # free memory varies a little: an interrupted run must find the same pool again
 _MEMORY_SHARE = 0.4
+_ROOM = 1 << 20  # bytes, several times what a calibration and its samples take
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
 
@@ -50,7 +52,8 @@ def add_parser(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0; 1 when measuring failed, 2 when it could not start, 130 when interrupted."""
+    """Exit status 0; 1 when measuring failed, 2 when it could not start or not write, 130 when
+    interrupted."""
     console = Console(soft_wrap=True, highlight=False)
     try:
         calibrate(args, console)
@@ -60,6 +63,13 @@ def run(args: argparse.Namespace) -> int:
     except (RuntimeError, ValueError) as error:
         print(f"sgl-prefix-attn calibrate: {error}", file=sys.stderr)
         return FAILED
+    except OSError as error:  # the disk is full, say
+        print(
+            f"sgl-prefix-attn calibrate: {error}; batches measured before are kept: the same "
+            "command goes on from there",
+            file=sys.stderr,
+        )
+        return USAGE
     except KeyboardInterrupt:
         print("interrupted: the same command goes on where it stopped", file=sys.stderr)
         return INTERRUPTED
@@ -86,8 +96,9 @@ def calibrate(args: argparse.Namespace, console: Console) -> None:
         count=args.batches,
         pool_tokens=pool_tokens(gpu.free_bytes, key),
     )
-    path = args.out or store.cache_folder() / store.file_name(key, task.versions)
+    path = output_file(args.out, store.cache_folder(), store.file_name(key, task.versions))
     samples_path = path.with_suffix(".samples.jsonl")
+    try_writing(path, samples_path)
     console.print(f"{gpu.name}, {heads}, {args.dtype}, pages of {args.page_size}")
     with progress_bar(console) as progress:
         bar = progress.add_task("measuring", total=task.count)
@@ -125,6 +136,36 @@ def find_gpu() -> Gpu:
         num_sms=torch.cuda.get_device_properties(0).multi_processor_count,
         free_bytes=torch.cuda.mem_get_info(0)[0],
     )
+
+
+def output_file(out: Path | None, cache_folder: Path | None, name: str) -> Path:
+    """--out, or the file that a server looks for. Raises Unusable where there is neither."""
+    if out is not None:
+        return out
+    if cache_folder is None:
+        raise Unusable(
+            "this user has no home folder, so there is no cache folder: set XDG_CACHE_HOME here "
+            "and for the server, or name a file with --out"
+        )
+    return cache_folder / name
+
+
+def try_writing(path: Path, samples_path: Path) -> None:
+    """Before minutes of measuring: that both files can be written. Raises Unusable."""
+    if path.is_dir():
+        raise Unusable(f"cannot write {path}: it is a folder, --out must name a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent) as file:
+            file.write(bytes(_ROOM))
+            file.flush()
+        if samples_path.exists():
+            samples_path.open("ab").close()
+    except OSError as error:
+        raise Unusable(
+            f"cannot write {path}: {error}; name another file with --out, or another cache folder "
+            "with XDG_CACHE_HOME, here and for the server"
+        ) from None
 
 
 def meter_factory(key, most_tokens: int) -> Callable:

@@ -1,12 +1,15 @@
 """`sgl-prefix-attn calibrate`: which heads, what it refuses, and a whole run on a made-up GPU."""
 
+import errno
+import io
 import json
+import os
 import sys
 
 import pytest
 import torch
 
-from sgl_prefix_attn.calibration import rates, store
+from sgl_prefix_attn.calibration import rates, samples, store
 from sgl_prefix_attn.calibration.record import CalibrationKey
 from sgl_prefix_attn.cli import calibrate, main
 from sgl_prefix_attn.cli.model_heads import heads_of_model, heads_on_rank
@@ -161,6 +164,73 @@ def test_a_wrong_kernel_writes_nothing_and_a_second_try_goes_on(gpu, capsys, mon
     monkeypatch.setattr(FakeMeter, "broken_at", None)
     assert main.main(COMMAND) == 0
     assert FakeMeter.measured == 50
+
+
+def no_room(*args):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def refused(capsys, *out) -> str:
+    """stderr of a run that ends with status 2 before anything is measured."""
+    assert main.main([*COMMAND, *map(str, out)]) == 2
+    text = capsys.readouterr()
+    assert "rates" not in text.out and FakeMeter.measured == 0
+    assert text.err.startswith("sgl-prefix-attn calibrate: ") and text.err.count("\n") == 1
+    return text.err
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_measuring(gpu, capsys):
+    (gpu / "file").touch()
+    for out in (gpu / "file" / "x.json", gpu / "file" / "new" / "x.json", gpu):
+        assert f"cannot write {out}: " in refused(capsys, "--out", out)
+    (gpu / "x.samples.jsonl").mkdir()
+    assert "x.samples.jsonl" in refused(capsys, "--out", gpu / "x.json")
+
+
+def test_a_full_disk_is_refused_before_measuring(gpu, capsys, monkeypatch):
+    class Full(io.BytesIO):
+        write = no_room
+
+    monkeypatch.setattr(calibrate.tempfile, "TemporaryFile", lambda dir: Full())
+    out = gpu / "here" / "x.json"
+    assert f"cannot write {out}: [Errno 28]" in refused(capsys, "--out", out)
+
+
+def test_without_a_home_it_says_what_to_do(gpu, capsys, monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(store.Path, "home", no_home)
+    text = refused(capsys)
+    assert "no home folder" in text and "XDG_CACHE_HOME" in text and "--out" in text
+    assert main.main([*COMMAND, "--out", str(gpu / "x.json")]) == 0
+
+
+def test_a_disk_that_gets_full_loses_no_batch(gpu, capsys, monkeypatch):
+    path = gpu / "x.json"
+    samples_path = path.with_suffix(".samples.jsonl")
+    append, first = samples.append, []
+
+    def append_ten(to, sample):
+        with pytest.MonkeyPatch.context() as patch:
+            if len(first) == 10:
+                patch.setattr(samples.orjson, "dumps", no_room)
+            append(to, sample)
+        first.append(sample)
+
+    monkeypatch.setattr(samples, "append", append_ten)
+    assert main.main([*COMMAND, "--out", str(path)]) == 2
+    text = capsys.readouterr().err
+    assert f"No space left on device: '{samples_path}'" in text and "goes on from there" in text
+    monkeypatch.setattr(samples, "append", append)
+    FakeMeter.measured = 0
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", no_room)
+        assert main.main([*COMMAND, "--out", str(path)]) == 2
+    assert f"No space left on device: '{path}'" in capsys.readouterr().err
+    assert FakeMeter.measured == 40 and sorted(gpu.iterdir()) == [samples_path]
+    assert main.main([*COMMAND, "--out", str(path)]) == 0 and FakeMeter.measured == 40
 
 
 def test_interrupted(gpu, capsys, monkeypatch):

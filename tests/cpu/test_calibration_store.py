@@ -174,6 +174,26 @@ def test_the_cache_folder_follows_xdg(tmp_path):
     assert store.cache_folder({"XDG_CACHE_HOME": ""}).parts[-3] == ".cache"
 
 
+@pytest.fixture
+def homeless(monkeypatch):
+    """A user without HOME and without an entry in the user database."""
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(store.Path, "home", no_home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+
+def test_without_a_home_the_shipped_files_are_used(homeless, folders, monkeypatch, tmp_path):
+    put_in_shipped(folders, "a.json")
+    monkeypatch.setattr(store, "SHIPPED", folders.shipped)
+    assert store.cache_folder() is None
+    found = find(KEY, NUM_SMS, VERSIONS)
+    assert found.calibration.source == "shipped" and "a.json" in found.message
+    assert store.cache_folder({"XDG_CACHE_HOME": str(tmp_path)}) is not None
+
+
 def test_versions_of_what_is_missing_are_absent(monkeypatch):
     monkeypatch.setattr(store, "_PACKAGES", ("orjson", "no-such-package"))
     assert store.versions() == {"orjson": orjson.__version__, "no-such-package": "absent"}
