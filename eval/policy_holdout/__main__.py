@@ -13,7 +13,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from eval import provenance
-from eval.policy_holdout import host, plot, text
+from eval.policy_holdout import host, judgements, plot, text
 from eval.policy_holdout.holdout import (
     DTYPES,
     Holdout,
@@ -43,8 +43,11 @@ def main(argv: list[str]) -> int:
         stored = provenance.load(args.stored) if args.stored else None
         setup = _new_setup(given) if stored is None else _stored_setup(stored, args.stored, given)
         holdout = Holdout(setup, args.calibration)
-        meta = _meta(argv, holdout, stored)
+        sha256 = judgements.sha256(args.calibration, holdout.source.calibration)
+        meta = _meta(argv, holdout, sha256, stored)
         again = None if stored is None else holdout.judge_again(stored["rows"])
+        seen = args.stored or args.json  # a file that is replaced hands on its judgements too
+        past = judgements.of_file(seen, setup.seeds) if seen else []
     except ValueError as error:
         parser.error(str(error))
     print(
@@ -56,19 +59,24 @@ def main(argv: list[str]) -> int:
         policy_us = host.policy_us(holdout.predictor, holdout.planner)
     else:
         policy_us = stored["summary"]["policy_us"]  # a measurement too
+        print(f"measured {meta['measured']['date']}: {meta['measured']['command']}")
         if meta["calibration"]["rates"] != meta["measured"]["calibration"]["rates"]:
             print("prefix times are of plans made with other rates than this calibration's")
 
+    def summary_of(rows: list[dict]) -> dict:
+        judged = judgements.add(past, meta, rows, args.note)
+        return summarise(rows, policy_us) | {"judgements": judged}
+
     def save(rows: list[dict]) -> None:
         if args.json:
-            provenance.save(args.json, meta, rows, summary=summarise(rows, policy_us))
+            provenance.save(args.json, meta, rows, summary=summary_of(rows))
 
     if again is None:
         rows = holdout.run(gpu_meter(setup, holdout.planner), save)
     else:
         rows = again
         save(rows)
-    summary = summarise(rows, policy_us)
+    summary = summary_of(rows)
     print("\n".join(text.lines(rows, summary)))
     if args.plot:
         plot.write(rows, args.plot)
@@ -89,15 +97,18 @@ def _stored_setup(stored: dict, path: str, given: dict) -> Setup:
     return Setup(**setup)
 
 
-def _meta(argv: list[str], holdout: Holdout, stored: dict | None) -> dict:
+def _meta(argv: list[str], holdout: Holdout, sha256: str, stored: dict | None) -> dict:
     """Of stored measurements: what they were measured with, and "measured", the meta of the run
-    that made them; commit, command and date are always this run's."""
+    that made them. Commit and date are always this run's; the command is the measuring one and
+    this run's, which make the result again together."""
     meta = provenance.collect("eval.policy_holdout", argv)
     if stored is not None:
         before = stored["meta"]
+        measured = before.get("measured", before)
         meta |= {name: before[name] for name in ("machine", "gpu", "driver", "versions")}
-        meta["measured"] = before.get("measured", before)
-    return meta | {"setup": asdict(holdout.setup), "calibration": holdout.source.meta}
+        meta |= {"measured": measured, "command": f"{measured['command']} && {meta['command']}"}
+    calibration = holdout.source.meta | {"sha256": sha256}
+    return meta | {"setup": asdict(holdout.setup), "calibration": calibration}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -130,6 +141,9 @@ def _parser() -> argparse.ArgumentParser:
         dest="stored",
         metavar="OUT.json",
         help="judge these measurements again, without a GPU",
+    )
+    parser.add_argument(
+        "--note", help="kept with this judgement: what changed since the batches were last judged"
     )
     return parser
 

@@ -18,6 +18,9 @@ ABOVE = (1.02, 1.05, WORST_REGRET)
 # A batch may be slower than under stock kernels by the larger of a share and microseconds.
 SLOWER, SLOWER_UNSHARED = (0.03, 2.0), (0.01, 1.0)
 PERCENTILES = (0, 1, 5, 50, 95, 99, 100)
+CONFIDENCE = 0.95
+# Figures that are geometric means of ratios: only their logarithms are near a normal distribution.
+RATIOS = ("regret", "over_stock", "over_prefix", "oracle_over_stock", "oracle_over_prefix")
 
 
 def chosen_us(row: dict) -> float:
@@ -35,7 +38,11 @@ def is_slower(row: dict) -> bool:
 
 def is_unshared_slower(row: dict) -> bool:
     """Nothing is shared, and it is slower by more than such a batch may be."""
-    return row["unique"] == row["tokens"] and _exceeds(row, SLOWER_UNSHARED)
+    return _is_unshared(row) and _exceeds(row, SLOWER_UNSHARED)
+
+
+def _is_unshared(row: dict) -> bool:
+    return row["unique"] == row["tokens"]
 
 
 def _exceeds(row: dict, limit: tuple[float, float]) -> bool:
@@ -57,7 +64,7 @@ def faults(row: dict) -> list[str]:
 
 
 def summarise(rows: list[dict]) -> dict:
-    """Figures of all measured rows, of each seed and family, over the seeds, and of prediction.
+    """Figures of all measured rows, of each seed and family, their intervals, and of prediction.
 
     Rows with an error count as failed and nowhere else; without any other row "all" is None.
     """
@@ -68,6 +75,7 @@ def summarise(rows: list[dict]) -> dict:
         "all": figures(measured) if measured else None,
         "seeds": seeds,
         "over_seeds": over_seeds(list(seeds.values())),
+        "shares": shares(measured),
         "families": _by(measured, lambda row: row["name"]),
         "sharing": _by(measured, lambda row: row["name"].partition("/")[2]),
         "decisions": dict(Counter(f"{row['variant']}:{row['reason']}" for row in measured)),
@@ -105,23 +113,38 @@ def figures(rows: list[dict]) -> dict[str, float]:
 
 
 def over_seeds(seeds: list[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Mean of every figure over seeds, and its 95 % confidence interval (Student's t); empty for
-    fewer than two seeds."""
+    """Geometric mean of every ratio over seeds, and its confidence interval (Student's t of the
+    logarithms); empty for fewer than two seeds."""
     if len(seeds) < 2:
         return {}
     from scipy.stats import t
 
-    quantile = t.ppf(0.975, len(seeds) - 1)
+    quantile = t.ppf((1 + CONFIDENCE) / 2, len(seeds) - 1)
     result = {}
-    for name in seeds[0]:
-        values = np.array([entry[name] for entry in seeds], np.float64)
-        half = quantile * values.std(ddof=1) / np.sqrt(len(values))
-        mean = values.mean()
-        result[name] = {
-            "mean": float(mean),
-            "low": float(mean - half),
-            "high": float(mean + half),
-        }
+    for name in RATIOS:
+        logs = np.log([entry[name] for entry in seeds])
+        half = quantile * logs.std(ddof=1) / np.sqrt(logs.size)
+        ends = {"mean": logs.mean(), "low": logs.mean() - half, "high": logs.mean() + half}
+        result[name] = {end: float(np.exp(value)) for end, value in ends.items()}
+    return result
+
+
+def shares(rows: list[dict]) -> dict[str, dict[str, float]]:
+    """Batches beyond each limit, of how many that it is for, and the confidence interval of their
+    share (Wilson's: neither below 0 nor empty for none). A limit for no batch is left out."""
+    from scipy.stats import binomtest
+
+    regrets = [regret(row) for row in rows]
+    unshared = [row for row in rows if _is_unshared(row)]
+    counts = {f"above_{limit:.2f}": (sum(r > limit for r in regrets), len(rows)) for limit in ABOVE}
+    counts["slower"] = sum(map(is_slower, rows)), len(rows)
+    counts["unshared_slower"] = sum(map(is_unshared_slower, unshared)), len(unshared)
+    result = {}
+    for name, (batches, of) in counts.items():
+        if of:
+            interval = binomtest(batches, of).proportion_ci(CONFIDENCE, method="wilson")
+            ends = {"low": float(interval.low), "high": float(interval.high)}
+            result[name] = {"batches": batches, "of": of, **ends}
     return result
 
 

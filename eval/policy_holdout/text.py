@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from eval.policy_holdout import judgements
 from eval.policy_holdout.coverage import title
 from eval.policy_holdout.judge import PERCENTILES, WORST_REGRET, chosen_us, faults, regret
 
@@ -9,8 +10,11 @@ WANTED_BATCHES, WANTED_REGRET, WANTED_CALL_US = 200, 1.02, 30
 
 
 def numbers(summary: dict) -> list[tuple[str, str, str, str]]:
-    """(what, over all batches, mean over seeds with its interval, wanted)."""
-    every, seeds = summary["all"], summary["over_seeds"]
+    """(what, over all batches, 95 % confidence interval, wanted).
+
+    The interval of a geometric mean is over seeds, with the mean before it; a share's is over the
+    batches that it names."""
+    every = summary["all"]
     lines = [
         ("batches measured", str(every["batches"]), "", f"at least {WANTED_BATCHES}"),
         ("batches that failed", str(summary["failed"]), "", "0"),
@@ -29,7 +33,9 @@ def numbers(summary: dict) -> list[tuple[str, str, str, str]]:
         ("best choice against always stock", "oracle_over_stock", "{:.3f}x", ""),
         ("best choice against always prefix", "oracle_over_prefix", "{:.3f}x", ""),
     ):
-        lines.append((label, form.format(every[name]), _interval(seeds.get(name), form), wanted))
+        lines.append((label, form.format(every[name]), _interval(summary, name, form), wanted))
+        if name == "worst":
+            lines += _history(summary["judgements"])
     for kernels, quality in summary["prediction"].items():
         at = quality["percentiles"]
         lines.append(
@@ -43,9 +49,9 @@ def numbers(summary: dict) -> list[tuple[str, str, str, str]]:
     if summary.get("policy_us"):
         times = summary["policy_us"]
         for label, name, wanted in (
-            ("a step that goes on with the last look", "steady", f"at most {WANTED_CALL_US} us"),
             ("the policy alone", "decide", f"at most {WANTED_CALL_US} us"),
-            ("predict and decide, without a plan", "look", f"at most {WANTED_CALL_US} us"),
+            ("predict and decide, without a plan", "look", ""),
+            ("a step that goes on with the last look", "steady", ""),
             ("reading the paths of a new batch", "walk", ""),
         ):
             lines.append(
@@ -60,6 +66,7 @@ def lines(rows: list[dict], summary: dict) -> list[str]:
     head = [] if summary["all"] is None else _judged(summary)
     return [
         *head,
+        *_notes(summary["judgements"]),
         "",
         f"failing batches: {len(failing) or 'none'}",
         *(f"  {_facts(row)}: {'; '.join(faults(row))}" for row in failing),
@@ -69,9 +76,10 @@ def lines(rows: list[dict], summary: dict) -> list[str]:
 
 
 def _judged(summary: dict) -> list[str]:
-    result = [f"{'':68} {'all':>22}  {'mean over seeds, 95 %':<28} wanted"]
+    result = [f"{'':68} {'all':>22}  {'95 % interval':<28} wanted"]
     result += [
-        f"{what:<68} {all_:>22}  {seeds:<28} {w}" for what, all_, seeds, w in numbers(summary)
+        f"{what:<68} {all_:>22}  {interval:<28} {wanted}"
+        for what, all_, interval, wanted in numbers(summary)
     ]
     for title_, groups in (
         ("seed", summary["seeds"]),
@@ -125,8 +133,35 @@ def _coverage(found: dict) -> list[str]:
     return result
 
 
-def _interval(entry: dict | None, form: str) -> str:
-    if entry is None:
-        return ""
-    mean, low, high = (form.format(entry[name]) for name in ("mean", "low", "high"))
-    return f"{mean} ({low} to {high})"
+def _interval(summary: dict, name: str, form: str) -> str:
+    if name in summary["over_seeds"]:
+        entry = summary["over_seeds"][name]
+        mean, low, high = (form.format(entry[end]) for end in ("mean", "low", "high"))
+        return f"{mean} ({low} to {high})"
+    if name in summary["shares"]:
+        entry = summary["shares"][name]
+        whose = "unshared" if name == "unshared_slower" else "batches"
+        return f"{entry['low']:.1%} to {entry['high']:.1%} of {entry['of']} {whose}"
+    return ""
+
+
+def _history(past: list[dict]) -> list[tuple[str, str, str, str]]:
+    """A line once the batches were judged more than once: later judgements may rest on earlier."""
+    if len(past) < 2:
+        return []
+    changed = judgements.has_changed(past)
+    return [
+        (
+            f"judged {len(past)} times: worst regret, first and latest",
+            f"{past[0]['worst']:.3f}, {past[-1]['worst']:.3f}",
+            "calibration changed since the first: seeds no longer unseen" if changed else "",
+            "",
+        )
+    ]
+
+
+def _notes(past: list[dict]) -> list[str]:
+    noted = [entry for entry in past if entry["note"]]
+    if not noted:
+        return []
+    return ["", *(f"judged {e['date']}, commit {e['commit'][:7]}: {e['note']}" for e in noted)]

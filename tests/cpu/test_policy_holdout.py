@@ -1,7 +1,10 @@
 """eval.policy_holdout: judging by hand-computed cases, and whole runs with a fake meter."""
 
+import hashlib
 import math
+import shlex
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import create_autospec
 
@@ -13,7 +16,7 @@ import torch
 from eval import bench_plan, report
 from eval.bench_plan import Node, RadixCache, Request
 from eval.policy_holdout import __main__ as command
-from eval.policy_holdout import holdout, host, judge, looks, source, text
+from eval.policy_holdout import holdout, host, judge, judgements, looks, source, text
 from eval.policy_holdout.coverage import coverage
 from eval.policy_holdout.looks import look
 from sgl_prefix_attn.calibration import measure as meters
@@ -87,9 +90,7 @@ def calibration_file(tmp_path):
 def run(tmp_path, monkeypatch, calibration_file):
     """Run the command on a fake GPU: (exit status, result file)."""
     monkeypatch.setattr(command, "find_gpu", lambda: (GPU, SMS))
-    monkeypatch.setattr(
-        host, "policy_us", lambda *_: {"batch": 256, "decide": 1, "look": 9, "walk": 5, "steady": 2}
-    )
+    monkeypatch.setattr(host, "policy_us", lambda *_: HOST_US)
 
     def call(*argv, meter=None):
         meter = meter or TrueMeter()
@@ -169,12 +170,52 @@ def test_what_counts_as_slower_than_stock(stock_us, prefix_us, shared, unshared)
     assert not judge.is_slower(alone | {"variant": "stock"})
 
 
-def test_the_interval_over_seeds_is_student_s():
-    entry = judge.over_seeds([{"x": 1.0}, {"x": 2.0}, {"x": 3.0}])["x"]
-    # t(0.975, 2) = 4.3027, standard error 1 / sqrt(3)
-    half = 4.302652730 / math.sqrt(3)
-    assert entry == pytest.approx({"mean": 2.0, "low": 2 - half, "high": 2 + half})
-    assert judge.over_seeds([{"x": 1.0}]) == {}
+def test_ratios_over_seeds_have_student_s_interval_of_their_logarithms():
+    seeds = [{name: ratio for name in judge.RATIOS} | {"worst": 2.0} for ratio in (1.0, 2.0, 4.0)]
+    found = judge.over_seeds(seeds)
+    assert set(found) == set(judge.RATIOS)  # no count, no share, no maximum
+    # t(0.975, 2) = 4.3027, standard error log(2) / sqrt(3)
+    factor = 2 ** (4.302652730 / math.sqrt(3))
+    assert found["regret"] == pytest.approx({"mean": 2.0, "low": 2 / factor, "high": 2 * factor})
+    assert judge.over_seeds(seeds[:1]) == {}
+
+
+def test_shares_have_wilson_s_interval():
+    rows = [row(100.0, 90.0, "prefix")] * 298
+    rows += [row(100.0, 104.0, "prefix"), row(100.0, 102.5, "prefix", unique=800)]
+    found = judge.shares(rows)
+    counts = {name: (entry["batches"], entry["of"]) for name, entry in found.items()}
+    assert counts == {
+        "above_1.02": (2, 300), "above_1.05": (0, 300), "above_1.10": (0, 300),
+        "slower": (1, 300), "unshared_slower": (1, 1),
+    }  # fmt: skip
+    # None of n: 0 to z^2 / (n + z^2)
+    z2 = 1.959963985**2
+    assert found["above_1.10"]["low"] == 0
+    assert found["above_1.10"]["high"] == pytest.approx(z2 / (300 + z2))
+    assert found["unshared_slower"]["low"] == pytest.approx(1 / (1 + z2))
+    centre, half = 1 + z2 / 2, math.sqrt(z2 * (1 - 1 / 300) + z2**2 / 4)
+    assert found["slower"]["low"] == pytest.approx((centre - half) / (300 + z2))
+    assert found["slower"]["high"] == pytest.approx((centre + half) / (300 + z2))
+    assert "unshared_slower" not in judge.shares([row(100.0, 90.0)])
+
+
+HOST_US = {"batch": 256, "decide": 1, "look": 40, "walk": 50, "steady": 60}
+
+
+def test_the_report_puts_intervals_and_limits_where_they_belong():
+    rows = [row(100.0, 101.0, seed=seed, unique=unique) for seed in (1, 2) for unique in (500, 800)]
+    summary = holdout.summarise(rows, HOST_US) | {"judgements": []}
+    cells = {what: (interval, wanted) for what, _, interval, wanted in text.numbers(summary)}
+    assert cells["regret, geometric mean"][0] == "1.0000 (1.0000 to 1.0000)"
+    assert cells["regret, worst"][0] == ""
+    assert cells["share of batches above 1.10"][0] == "0.0% to 49.0% of 4 batches"
+    assert cells["unshared, slower by more than 1 % and 1 us"][0] == "0.0% to 65.8% of 2 unshared"
+    limits = {what: wanted for what, (_, wanted) in cells.items() if what.startswith("host")}
+    assert len(limits) == 4
+    assert {what for what, wanted in limits.items() if wanted} == {
+        "host, 256 requests: the policy alone"
+    }
 
 
 def test_prediction_quality():
@@ -188,13 +229,13 @@ def test_prediction_quality():
 
 def test_a_failed_batch_is_counted_and_listed_but_not_judged():
     rows = [row(100.0, 50.0, "prefix"), FAILED, row(100.0, 80.0, seed=102)]
-    summary = holdout.summarise(rows, None)
+    summary = holdout.summarise(rows, None) | {"judgements": []}
     assert summary["failed"] == 1 and summary["all"]["batches"] == 2
     assert list(summary["seeds"]) == ["101", "102"]
     printed = "\n".join(text.lines(rows, summary))
     assert "failing batches: 2" in printed
     assert "RuntimeError: planted" in printed and "regret 1.250" in printed
-    nothing = holdout.summarise([FAILED], None)
+    nothing = holdout.summarise([FAILED], None) | {"judgements": []}
     assert nothing["all"] is None and "planted" in "\n".join(text.lines([FAILED], nothing))
 
 
@@ -282,6 +323,7 @@ def test_a_run_judges_every_seed_and_keeps_failures(run, capsys):
 def test_a_run_without_a_measurement_says_so(run):
     status, result = run("--seeds", "101", meter=TrueMeter(failing=range(20)))
     assert status == 1 and result["summary"]["all"] is None
+    assert result["summary"]["judgements"] == []
 
 
 def test_stored_measurements_are_judged_again(run, tmp_path):
@@ -291,17 +333,105 @@ def test_stored_measurements_are_judged_again(run, tmp_path):
     stored.write_bytes(orjson.dumps(first))
     status, again = run("--from", str(stored))
     assert status == 0 and again["rows"] == first["rows"]
-    assert again["summary"] == first["summary"]
+    assert without_history(again["summary"]) == without_history(first["summary"])
     assert again["meta"]["measured"] == first["meta"]
     assert again["meta"]["driver"] == "580.1" and again["meta"]["versions"] == {"torch": "2.11.0"}
 
-    dear = tmp_path / "dear.json"
-    found = calibration()
-    coefficients = (50.0, *found.prefix.coefficients[1:])
-    store.save(replace(found, prefix=TimeModel(coefficients)), dear)
-    _, other = run("--from", str(stored), "--calibration", str(dear))
+    _, other = run("--from", str(stored), "--calibration", str(dear_calibration(tmp_path)))
     assert [r["stock_us"] for r in other["rows"]] == [r["stock_us"] for r in first["rows"]]
     assert other["summary"]["all"]["prefix_chosen"] < first["summary"]["all"]["prefix_chosen"]
+
+
+def dear_calibration(folder):
+    """Another calibration: prefix kernels cost more."""
+    path, found = folder / "dear.json", calibration()
+    coefficients = (50.0, *found.prefix.coefficients[1:])
+    store.save(replace(found, prefix=TimeModel(coefficients)), path)
+    return path
+
+
+def without_history(summary):
+    return {name: part for name, part in summary.items() if name != "judgements"}
+
+
+def test_every_judgement_is_kept_in_order(run, tmp_path, calibration_file, capsys):
+    out = str(tmp_path / "out.json")  # where every run writes
+    _, first = run("--seeds", "101,102")
+    assert "judged" not in capsys.readouterr().out
+    dear = dear_calibration(tmp_path)
+    run("--from", out, "--calibration", str(dear), "--note", "the time model was changed")
+    _, result = run("--from", out)
+    found = result["summary"]["judgements"]
+    assert found[0] == first["summary"]["judgements"][0] and len(found) == 3
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (calibration_file, dear)]
+    calibrations = [entry["calibration"] for entry in found]
+    assert [entry["sha256"] for entry in calibrations] == [*digests, digests[0]]
+    assert calibrations[1]["origin"] == str(dear)
+    assert result["meta"]["calibration"]["sha256"] == digests[0]
+    assert [entry["note"] for entry in found] == [None, "the time model was changed", None]
+    for entry, judged in ((found[0], first), (found[2], result)):
+        every = judged["summary"]["all"]
+        assert (entry["regret"], entry["worst"]) == (every["regret"], every["worst"])
+        assert [entry[name] for name in ("date", "commit", "dirty")] == [
+            judged["meta"][name] for name in ("date", "commit", "dirty")
+        ]
+    printed = capsys.readouterr().out
+    assert "judged 3 times" in printed and "seeds no longer unseen" in printed
+    assert ": the time model was changed" in printed
+
+    measuring, judging = result["meta"]["command"].split(" && ")
+    assert measuring == first["meta"]["command"] and measuring in printed
+    assert shlex.split(judging)[3:5] == ["--from", out]
+
+
+def test_a_measurement_in_the_place_of_another_hands_on_its_judgements(run, tmp_path, capsys):
+    run("--seeds", "101,102")
+    assert len(run("--seeds", "102,103")[1]["summary"]["judgements"]) == 2
+    assert "seeds no longer unseen" not in capsys.readouterr().out  # the same calibration
+    assert len(run("--seeds", "104")[1]["summary"]["judgements"]) == 1
+
+    stored = tmp_path / "out.json"
+    result = orjson.loads(stored.read_bytes())
+    del result["summary"]["judgements"]
+    stored.write_bytes(orjson.dumps(result))
+    with pytest.raises(SystemExit):
+        run("--from", str(stored))
+    assert "how often its batches were judged" in capsys.readouterr().err
+
+
+def test_a_judgement_counts_each_slower_batch_once():
+    meta = {
+        "date": "today", "commit": "abc", "dirty": False,
+        "calibration": {"origin": "file", "sha256": "12", "rates": {}},
+    }  # fmt: skip
+    rows = [
+        row(100.0, 110.0, "prefix", unique=800),  # by both limits
+        row(100.0, 102.0, "prefix", unique=800),  # by that of unshared batches
+        row(100.0, 50.0, "prefix"),
+        FAILED,
+    ]
+    (entry,) = judgements.add([], meta, rows, None)
+    assert entry["slower"] == 2 and entry["worst"] == 1.1
+    assert entry["calibration"] == {"origin": "file", "sha256": "12"}
+
+
+def test_a_calibration_without_a_file_has_the_digest_of_the_file_it_would_be(calibration_file):
+    from_file = judgements.sha256(calibration_file, calibration())
+    assert from_file == judgements.sha256(None, calibration())
+    assert from_file != judgements.sha256(None, calibration(source="shipped"))
+
+
+def test_the_stored_result_says_how_often_its_seeds_were_judged():
+    path = Path(judgements.__file__).parents[1] / "results/policy_h100.json"
+    result = orjson.loads(path.read_bytes())
+    found, meta = result["summary"]["judgements"], result["meta"]
+    assert found[0]["date"] == meta["measured"]["date"] and len(found) >= 4
+    assert judgements.has_changed(found)
+    for entry, source_meta in ((found[0], meta["measured"]), (found[-1], meta)):
+        assert entry["calibration"]["sha256"] == source_meta["calibration"]["sha256"]
+    assert found[0]["worst"] == pytest.approx(1.145, abs=5e-4)
+    assert found[-1]["worst"] == result["summary"]["all"]["worst"]
+    assert any("time models" in (entry["note"] or "") for entry in found)
 
 
 def test_stored_measurements_of_other_batches_are_refused(run, tmp_path, capsys):
