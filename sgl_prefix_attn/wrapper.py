@@ -47,12 +47,13 @@ class PrefixDecodeWrapper:
         """sm_scale defaults to head_dim ** -0.5; logits_soft_cap 0 means none.
 
         Raises ValueError naming the argument: heads that do not divide, head_dim outside 16-256,
-        page_size below 1, dtype other than float16/bfloat16 (or float32 on a CPU), unknown
-        strategy.
+        page_size below 1, a GPU that is not there, dtype other than float16/bfloat16 (or float32 on
+        a CPU), unknown strategy.
         """
         self.heads = HeadConfig(num_qo_heads, num_kv_heads, head_dim)
         self.device = torch.device(device)
         checks.wrapper_arguments(head_dim, page_size, self.device, dtype, logits_soft_cap)
+        _check_present(self.device)
         self.page_size = page_size
         self.dtype = dtype
         self.sm_scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
@@ -211,3 +212,14 @@ class PrefixDecodeWrapper:
         else:
             self._seq_lens = lengths
         self._plan, self._appended = plan, 0
+
+
+def _check_present(device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= count:
+        gpus = "no CUDA GPU" if count == 0 else f"cuda:0 to cuda:{count - 1}"
+        raise ValueError(
+            f"device is {str(device)!r}, but torch {torch.__version__} sees {gpus}; a CPU is 'cpu'"
+        )

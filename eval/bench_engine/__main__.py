@@ -15,7 +15,7 @@ from pathlib import Path
 
 from eval import provenance
 from eval.bench_engine import host_times
-from eval.bench_engine.arguments import dummy_engine
+from eval.bench_engine.arguments import check_device, dummy_engine
 from eval.bench_engine.runner import Samples, alternate, each_tpot_ms, tpot_ms
 from eval.bench_engine.workloads import NAMED, Workload, parse_workloads
 from eval.engine_process import (
@@ -159,6 +159,7 @@ def _parse(argv: list[str]):
     try:
         workloads = parse_workloads(args.workloads)
         short, long = (int(x) for x in args.new_tokens.split(","))
+        check_device(args.device)
     except ValueError as error:
         parser.error(str(error))
     if not 0 < short < long or args.alternations < 1:

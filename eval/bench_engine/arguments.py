@@ -1,8 +1,18 @@
-"""Engine arguments that bench_engine and bench_trace share: dummy weights, a pool of given size."""
+"""What bench_engine and bench_trace share: the device, an engine with dummy weights."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+import torch
+
+
+def check_device(device: str) -> None:
+    """Raises ValueError for "cuda" on a machine without."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"--device cuda: torch {torch.__version__} sees no CUDA GPU here; --device cpu works"
+        )
 
 
 def dummy_engine(

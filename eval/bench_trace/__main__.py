@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from eval import provenance
-from eval.bench_engine.arguments import dummy_engine
+from eval.bench_engine.arguments import check_device, dummy_engine
 from eval.bench_trace import summary, trace
 from eval.bench_trace.runner import alternate, warm_up, write_requests
 from eval.engine_process import (
@@ -144,6 +144,7 @@ def _parse(argv: list[str]):
             rate: trace.window(requests, rate, args.seconds, args.skip, longest)
             for rate in map(float, args.rates.split(","))
         }
+        check_device(args.device)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     return args, windows

@@ -6,6 +6,7 @@ import subprocess
 
 import orjson
 import pytest
+import torch
 
 from eval import bench_plan, provenance, report
 from eval.bench_engine import __main__ as bench_engine
@@ -58,6 +59,19 @@ def test_bad_arguments_end_with_usage(command, argv, capsys):
     with pytest.raises(SystemExit) as stop:
         command.main(argv)
     assert stop.value.code == 2 and "error:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "argv"), [(bench_engine, []), (bench_trace, ["--trace", "a.jsonl"])]
+)
+def test_a_missing_gpu_is_said_before_any_engine_starts(command, argv, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(bench_trace.trace, "read", lambda path: [])
+    monkeypatch.setattr(bench_trace.trace, "window", lambda *args: None)
+    with pytest.raises(SystemExit) as stop:
+        command.main(argv)
+    assert stop.value.code == 2
+    assert "error: --device cuda: torch " in capsys.readouterr().err
 
 
 def test_bench_plan_prints_and_writes_medians(tmp_path, capsys):
@@ -201,7 +215,7 @@ def test_an_engine_with_other_plugins_is_refused(tmp_path, monkeypatch):
 
 
 def test_engine_rows_have_each_alternation_of_both_backends():
-    args = bench_engine._parse([])[0]
+    args = bench_engine._parse(["--device", "cpu"])[0]
     samples = runner.Samples(short=[1.0, 1.0, 1.0], long=[2.0, 2.2, 2.4])
     base = runner.Samples(short=[1.0, 1.0, 1.0], long=[3.0, 3.4, 3.8])
     row = bench_engine._row("prefix", NAMED["one"], args, samples, (64, 164), base)

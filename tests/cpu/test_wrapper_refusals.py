@@ -39,6 +39,21 @@ def test_constructor_refuses(options, message):
         PrefixDecodeWrapper(*options.pop("heads"), **options)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "device", "there"),
+    [
+        (0, "cuda", "no CUDA GPU"),
+        (0, "cuda:1", "no CUDA GPU"),
+        (2, "cuda:2", "cuda:0 to cuda:1"),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_refused_with_what_is(gpus, device, there, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(ValueError, match=f"device is '{device}', but torch .* sees {there}"):
+        PrefixDecodeWrapper(8, 2, 32, device=device, dtype=torch.bfloat16)
+
+
 def plan_arguments():
     """Three requests, the first two share node 7; node 8 is the second's alone."""
     slots = torch.arange(1, 1 + 4 * 30, dtype=torch.int32).view(4, 30)
