@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from sgl_prefix_attn.calibration import samples, store
+from sgl_prefix_attn.calibration import store
 from sgl_prefix_attn.calibration.record import Calibration, CalibrationKey
 
 # Calibrations draw their batches from these (the command's default is 0, shipped ones included).
@@ -14,11 +14,15 @@ CALIBRATION_SEEDS = range(0, 101)
 
 @dataclass(frozen=True)
 class Source:
-    """origin: where the calibration comes from; seed: of its samples, None where no file says."""
+    """origin: where the calibration was found."""
 
     calibration: Calibration
     origin: str
-    seed: int | None
+
+    @property
+    def seed(self) -> int | None:
+        """Of the batches behind it, None where nothing was measured."""
+        return self.calibration.origin and self.calibration.origin.seed
 
     def refuse(self, seeds: list[int]) -> None:
         """Raises ValueError unless all seeds are held out."""
@@ -52,15 +56,6 @@ def find(path: Path | None, key: CalibrationKey, num_sms: int) -> Source:
     Raises ValueError for a file that cannot be used.
     """
     if path is not None:
-        return Source(store.load(path, key), str(path), _seed_beside(path))
+        return Source(store.load(path, key), str(path))
     found = store.find(key, num_sms)
-    seed = None
-    if found.calibration.source == "measured":
-        seed = _seed_beside(store.cache_folder() / store.file_name(key, store.versions()))
-    return Source(found.calibration, found.message, seed)
-
-
-def _seed_beside(path: Path) -> int | None:
-    """`sgl-prefix-attn calibrate` leaves its samples beside the file that it writes."""
-    beside = path.with_suffix(".samples.jsonl")
-    return samples.read(beside).task.seed if beside.exists() else None
+    return Source(found.calibration, found.message)

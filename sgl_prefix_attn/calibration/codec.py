@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
+from datetime import date
 from typing import Any
 
 import numpy as np
 import orjson
 
-from sgl_prefix_attn.calibration.record import Calibration, CalibrationKey
+from sgl_prefix_attn.calibration.record import Calibration, CalibrationKey, Origin
 from sgl_prefix_attn.calibration.stockwork import StockWork
 from sgl_prefix_attn.calibration.timemodel import (
     PREFIX_COEFFICIENTS,
@@ -49,6 +50,7 @@ def encode(calibration: Calibration) -> bytes:
         "prefix": _model_to_json("prefix", calibration.prefix),
         "samples": calibration.samples,
         "errors": calibration.errors,
+        "origin": None if calibration.origin is None else asdict(calibration.origin),
         "source": calibration.source,
     }
     data = orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -72,6 +74,7 @@ def decode(data: bytes) -> Calibration:
             prefix=_model_from_json("prefix", fields["prefix"]),
             samples=_count("samples", fields["samples"], 0),
             errors=_errors(fields["errors"]),
+            origin=None if fields["origin"] is None else _origin(fields["origin"]),
             source=_one_of("source", fields["source"], SOURCES),
         )
     except KeyError as error:
@@ -82,6 +85,8 @@ def decode(data: bytes) -> Calibration:
         raise CalibrationError(
             f"{calibration.samples} samples do not go with errors {calibration.errors}"
         )
+    if calibration.samples and calibration.origin is None:
+        raise CalibrationError(f"{calibration.samples} samples without an origin")
     return calibration
 
 
@@ -131,6 +136,25 @@ def rates_from_json(fields: dict[str, Any]) -> GpuRates:
         return GpuRates(**fields)
     except (TypeError, ValueError) as error:
         raise CalibrationError(f"rates: {error}") from None
+
+
+def date_from_json(value: Any) -> str:
+    try:
+        found = date.fromisoformat(value).isoformat()
+    except (TypeError, ValueError):
+        found = None
+    if found is None or found != value:  # some versions of Python read other spellings too
+        raise CalibrationError(f"date must be like 2026-11-21, got {value!r}")
+    return value
+
+
+def _origin(fields: dict[str, Any]) -> Origin:
+    return Origin(
+        seed=_count("seed", fields["seed"], 0),
+        batches=_count("batches", fields["batches"]),
+        pool_tokens=_count("pool_tokens", fields["pool_tokens"]),
+        date=date_from_json(fields["date"]),
+    )
 
 
 def _errors(fields: dict[str, Any]) -> dict[str, float]:

@@ -43,6 +43,7 @@ def conservative(key: CalibrationKey, num_sms: int, like: Calibration | None) ->
         prefix=TimeModel(like.prefix.coefficients if like else _starts(PREFIX_COEFFICIENTS)),
         samples=0,
         errors={},
+        origin=None,
         source="conservative",
     )
 

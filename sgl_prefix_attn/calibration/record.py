@@ -25,6 +25,20 @@ class CalibrationKey:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """The measured batches: what batches.draw was given, and the day (UTC, "2026-11-21") on which
+    measuring began."""
+
+    seed: int
+    batches: int
+    pool_tokens: int
+    date: str
+
+    def __str__(self) -> str:
+        return f"{self.batches} batches of seed {self.seed} on {self.date}"
+
+
+@dataclass(frozen=True)
 class Calibration:
     """Rates that drive the planner, and time models that drive the policy.
 
@@ -32,6 +46,7 @@ class Calibration:
     samples   measured batches that the models were fitted to, 0: of other heads or none
     errors    "stock", "prefix" -> root mean square of log(predicted / measured), on batches that
               the fit had not seen; empty without samples
+    origin    what rates and coefficients were measured with, of other heads too; None: nothing was
     source    measured | shipped | scaled | conservative, see store.find
     """
 
@@ -43,6 +58,7 @@ class Calibration:
     prefix: TimeModel
     samples: int
     errors: dict[str, float]
+    origin: Origin | None
     source: str
 
     @property

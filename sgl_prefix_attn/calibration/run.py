@@ -15,7 +15,7 @@ from sgl_prefix_attn.calibration import fit, samples, timemodel
 from sgl_prefix_attn.calibration.batches import MAX_BATCH, Batch, draw
 from sgl_prefix_attn.calibration.codec import CalibrationError
 from sgl_prefix_attn.calibration.rates import MAX_QUERIES, check_plausible, measure_rates
-from sgl_prefix_attn.calibration.record import Calibration
+from sgl_prefix_attn.calibration.record import Calibration, Origin
 from sgl_prefix_attn.calibration.samples import Sample, Task
 from sgl_prefix_attn.calibration.stockwork import StockWork, stock_work
 from sgl_prefix_attn.plan import CostModel, Planner
@@ -98,6 +98,7 @@ class Measured:
     """Batches with the work that they are for either kernel, and their microseconds [n]."""
 
     task: Task
+    date: str
     rates: GpuRates
     batches: list[Batch]
     stock_works: list[StockWork]
@@ -133,6 +134,7 @@ def read_measured(path: Path) -> Measured:
     planner, heads = _planner(task, file.rates), task.key.heads
     return Measured(
         task=task,
+        date=file.date,
         rates=file.rates,
         batches=batches,
         stock_works=[
@@ -172,6 +174,7 @@ def finish(measured: Measured, held_out: HeldOut) -> Calibration:
             "stock": fit.log_rms(held_out.stock_us, m.stock_us),
             "prefix": fit.log_rms(held_out.prefix_us, m.prefix_us),
         },
+        origin=Origin(m.task.seed, m.task.count, m.task.pool_tokens, m.date),
         source="measured",
     )
 

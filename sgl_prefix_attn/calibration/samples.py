@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import orjson
 from sgl_prefix_attn.calibration.batches import Batch
 from sgl_prefix_attn.calibration.codec import (
     CalibrationError,
+    date_from_json,
     key_from_json,
     key_to_json,
     rates_from_json,
@@ -54,18 +56,25 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Samples:
-    """What a samples file holds; `size` is the file's up to the last whole line."""
+    """What a samples file holds: date (UTC) of its first line; `size` is the file's up to the last
+    whole line."""
 
     task: Task
+    date: str
     rates: GpuRates
     rows: list[Sample]
     size: int
 
 
+def today() -> str:
+    return datetime.now(timezone.utc).date().isoformat()
+
+
 def start(path: Path, task: Task, rates: GpuRates) -> None:
-    """A new file that holds the header alone; replaces an older one. OSError names the path."""
+    """A new file of today with the header alone; replaces an older one. OSError names the path."""
     header = {
         "format": FORMAT,
+        "date": today(),
         **asdict(task),
         "key": key_to_json(task.key),
         "rates": asdict(rates),
@@ -97,6 +106,7 @@ def read(path: Path) -> Samples:
             raise CalibrationError(f"format {header.get('format')!r}, this version reads {FORMAT}")
         return Samples(
             task=_task(header),
+            date=date_from_json(header["date"]),
             rates=rates_from_json(header["rates"]),
             rows=[_sample(line) for line in lines[1:]],
             size=size,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -76,15 +75,16 @@ def save(calibration: Calibration, path: Path) -> None:
     data = encode(calibration)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        # Not tempfile's: those are for their owner alone, and a server may be another user.
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            with os.fdopen(handle, "wb") as file:
+            with temporary.open("wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
         except BaseException:
-            os.unlink(temporary)
+            temporary.unlink(missing_ok=True)
             raise
 
 
@@ -141,7 +141,8 @@ def find(
         path = folders.cache / file_name(key, package_versions)
         measured = _measured(path, key, num_sms, package_versions, refused)
         if measured is not None:
-            return Found(measured, _line(f"measured on this machine ({path})", refused))
+            what = f"measured on this machine ({path}, {measured.origin})"
+            return Found(measured, _line(what, refused))
     shipped = {
         path: calibration
         for path in sorted(folders.shipped.glob("*.json"))
@@ -200,7 +201,7 @@ def _shipped(key, num_sms, package_versions, shipped) -> tuple[Calibration, str]
         return None
     path = min(same, key=lambda path: (distance(same[path].key, key), path))
     found = same[path]
-    what = path.name
+    what = f"{path.name} ({found.origin})"
     if found.key.page_size != key.page_size:
         what += f", for pages of {found.key.page_size}"
     other = sorted(
@@ -222,7 +223,10 @@ def _scaled(key, num_sms, shipped) -> tuple[Calibration, str] | None:
     path = min(same_gpu, key=lambda path: (distance(same_gpu[path].key, key), path))
     found = same_gpu[path]
     heads = found.key.heads
-    what = f"{path.name}, for {heads.num_qo_heads}/{heads.num_kv_heads} heads of {heads.head_dim}"
+    what = (
+        f"{path.name} ({found.origin}), for {heads.num_qo_heads}/{heads.num_kv_heads} heads of "
+        f"{heads.head_dim}"
+    )
     return scaled(found, key), what
 
 

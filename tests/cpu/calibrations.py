@@ -8,7 +8,7 @@ import numpy as np
 
 from sgl_prefix_attn.calibration import run
 from sgl_prefix_attn.calibration.codec import FEATURES
-from sgl_prefix_attn.calibration.record import Calibration, CalibrationKey
+from sgl_prefix_attn.calibration.record import Calibration, CalibrationKey, Origin
 from sgl_prefix_attn.calibration.stockwork import stock_work
 from sgl_prefix_attn.calibration.timemodel import (
     PREFIX_COEFFICIENTS,
@@ -27,6 +27,7 @@ KEY = CalibrationKey("NVIDIA H100 80GB HBM3", HEADS, "bfloat16", 1)
 NUM_SMS = 132
 VERSIONS = {"torch": "2.11.0", "triton": "3.6.0"}
 TASK = run.Task(KEY, NUM_SMS, VERSIONS, seed=0, count=60, pool_tokens=1 << 17)
+ORIGIN = Origin(seed=3, batches=100, pool_tokens=1 << 17, date="2026-11-20")
 # Neither model's starting point.
 STOCK = (5.0, 0.3, 0.05, 1.3, 0.2, 0.8, 2.5)
 PREFIX = (7.0, 2.0, 0.02, 0.03, 1.6, 1.2, 0.3, 0.5, 1.4, 0.7, 1.8)
@@ -55,6 +56,7 @@ def calibration(key=KEY, versions=VERSIONS, num_sms=NUM_SMS, source="measured") 
         prefix=model(PREFIX_COEFFICIENTS, FEATURES["prefix"], 2),
         samples=100,
         errors={"stock": 0.1 / 3, "prefix": 0.05},
+        origin=ORIGIN,
         source=source,
     )
 

@@ -1,6 +1,7 @@
 """Calibration from start to end with a made-up GPU: rates, resumed measuring, an honest fit."""
 
 from dataclasses import replace
+from datetime import datetime, timedelta, timezone
 from functools import partial
 
 import numpy as np
@@ -20,6 +21,7 @@ from sgl_prefix_attn.calibration.rates import (
     nested,
     unshared,
 )
+from sgl_prefix_attn.calibration.record import Origin
 from sgl_prefix_attn.execution import padding_plan
 from sgl_prefix_attn.executor import Capacity
 from sgl_prefix_attn.plan import CostModel, Planner
@@ -41,7 +43,9 @@ def fresh_counter(monkeypatch):
 def exact(tmp_path_factory):
     """Samples without noise."""
     path = tmp_path_factory.mktemp("samples") / "exact.jsonl"
-    run.measure(LARGE, path, FakeMeter, say=list)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(samples, "today", lambda: "2026-02-28")
+        run.measure(LARGE, path, FakeMeter, say=list)
     return path
 
 
@@ -131,6 +135,7 @@ def test_implausible_rates_are_refused_with_the_numbers(name, factor):
 
 def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
     path, done = tmp_path / "new" / "s.jsonl", []
+    monkeypatch.setattr(samples, "today", lambda: "2026-02-28")
     monkeypatch.setattr(FakeMeter, "broken_at", 25)
     with pytest.raises(RuntimeError, match="differ"):
         run.measure(TASK, path, FakeMeter, say=list)
@@ -138,8 +143,11 @@ def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
     with path.open("ab") as file:  # a crash in the middle of a line
         file.write(b"[25,3,77")
     monkeypatch.setattr(FakeMeter, "broken_at", None)
+    monkeypatch.setattr(samples, "today", lambda: "2026-03-01")
     said = []
     run.measure(TASK, path, FakeMeter, say=said.append, progress=done.append)
+    assert samples.read(path).date == "2026-02-28", "measuring began then"
+    monkeypatch.setattr(samples, "today", lambda: "2026-02-28")
     assert FakeMeter.measured == TASK.count
     assert done == list(range(1, TASK.count + 1))
     assert "25 of 60 batches are in" in said[0]
@@ -179,6 +187,14 @@ def test_another_header_starts_afresh(change, tmp_path):
     run.measure(other, path, FakeMeter, say=said.append)
     assert FakeMeter.measured == other.count and samples.read(path).task == other
     assert said[0].startswith(f"starting afresh: {path} holds samples of")
+
+
+def test_samples_are_dated_in_utc(tmp_path):
+    samples.start(tmp_path / "s.jsonl", TASK, GPU_RATES["H100"])
+    age = datetime.now(timezone.utc) - datetime.fromisoformat(
+        samples.read(tmp_path / "s.jsonl").date + "T00:00:00+00:00"
+    )
+    assert timedelta(0) <= age < timedelta(days=1, minutes=1)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}\n", b"torn header", b"\x00\n"])
@@ -240,6 +256,7 @@ def test_a_calibration_from_a_samples_file_needs_no_gpu(exact):
     got = run.fit_samples(exact)
     assert (got.key, got.num_sms, got.samples, got.source) == (KEY, NUM_SMS, 240, "measured")
     assert got.versions == TASK.versions
+    assert got.origin == Origin(TASK.seed, 240, TASK.pool_tokens, "2026-02-28")
     assert got.rates == samples.read(exact).rates
     assert max(got.errors.values()) < 0.005
     assert got.costs == CostModel.from_rates(got.rates, HEADS)

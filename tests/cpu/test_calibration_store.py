@@ -2,19 +2,22 @@
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import orjson
 import pytest
 
-from sgl_prefix_attn.calibration import store
+from sgl_prefix_attn.calibration import samples, store
 from sgl_prefix_attn.calibration.codec import FEATURES, CalibrationError, decode, encode
+from sgl_prefix_attn.calibration.record import Origin
 from sgl_prefix_attn.calibration.store import Folders, file_name, find, load, save
 from sgl_prefix_attn.calibration.timemodel import PREFIX_COEFFICIENTS
 from sgl_prefix_attn.plan.costs import GPU_RATES
 from sgl_prefix_attn.records import HeadConfig
-from tests.cpu.calibrations import KEY, NUM_SMS, VERSIONS, calibration
+from tests.cpu.calibrations import KEY, NUM_SMS, ORIGIN, VERSIONS, calibration
 
+RESULTS = Path(__file__).resolve().parents[2] / "eval" / "results"
 OTHER_HEADS = replace(KEY, heads=HeadConfig(32, 8, 128))
 
 
@@ -47,6 +50,7 @@ def test_a_round_trip_is_exact(tmp_path):
     read = load(tmp_path / "new" / "x.json", KEY)
     assert (read.key, read.rates, read.versions) == (given.key, given.rates, given.versions)
     assert read.errors == given.errors and read.samples == given.samples
+    assert read.origin == given.origin == ORIGIN
     for name in ("stock", "prefix"):
         before, after = getattr(given, name), getattr(read, name)
         assert before.coefficients == after.coefficients
@@ -107,6 +111,17 @@ REFUSED = {
     "versions": (changed("versions.torch", 2), "versions"),
     "key of text": (changed("key", "x"), "wrong type"),
     "source": (changed("source", "guess"), "source"),
+    "origin": (changed("origin", ...), "origin is missing"),
+    "no origin": (changed("origin", None), "100 samples without an origin"),
+    "origin of text": (changed("origin", "seed 0"), "wrong type"),
+    "seed": (changed("origin.seed", -1), "seed"),
+    "no seed": (changed("origin.seed", ...), "seed is missing"),
+    "batches": (changed("origin.batches", 0), "batches"),
+    "pool tokens": (changed("origin.pool_tokens", "9"), "pool_tokens"),
+    "date": (changed("origin.date", "2026-13-01"), "date must be like"),
+    "date of a number": (changed("origin.date", 20261121), "date must be like"),
+    "short date": (changed("origin.date", "20261121"), "date must be like"),
+    "no date": (changed("origin.date", None), "date must be like"),
 }
 
 
@@ -152,6 +167,12 @@ def test_a_crash_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
         save(calibration(num_sms=7), path)
     assert load(path).num_sms == NUM_SMS
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_server_of_another_user_may_read_it(tmp_path):
+    (tmp_path / "plain").touch()
+    save(calibration(), tmp_path / "x.json")
+    assert (tmp_path / "x.json").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 def test_file_names_are_readable_and_differ_in_all_that_matters():
@@ -204,6 +225,7 @@ def test_the_cache_comes_first(folders):
     put_in_shipped(folders, "a.json")
     found = find(KEY, NUM_SMS, VERSIONS, folders)
     assert same(found.calibration, given)
+    assert f"{file_name(KEY, VERSIONS)}, {ORIGIN})" in found.message
     assert "measured" in found.message and "sgl-prefix-attn calibrate" not in found.message
 
 
@@ -213,7 +235,8 @@ def test_then_a_shipped_file_of_any_versions(folders):
     found = find(KEY, NUM_SMS, VERSIONS, folders)
     assert same(found.calibration, calibration(versions={"torch": "2.11.0", "triton": "3.0"},
                                                source="shipped"))  # fmt: skip
-    assert "a.json, with other versions of triton;" in found.message
+    origin = "100 batches of seed 3 on 2026-11-20"
+    assert f"a.json ({origin}), with other versions of triton;" in found.message
     assert "sgl-prefix-attn calibrate --model" in found.message
 
 
@@ -236,7 +259,8 @@ def test_then_the_rates_of_the_same_gpu_for_other_heads(folders):
     assert (got.key, got.source, got.samples, got.errors) == (KEY, "scaled", 0, {})
     assert got.rates == given.rates and got.stock.coefficients == given.stock.coefficients
     assert got.stock.correction is None and got.prefix.correction is None
-    assert "near.json, for 32/8 heads of 128" in found.message
+    assert f"near.json ({ORIGIN}), for 32/8 heads of 128" in found.message
+    assert got.origin == ORIGIN
 
 
 def test_then_conservative_with_the_coefficients_of_an_h100(folders):
@@ -247,7 +271,7 @@ def test_then_conservative_with_the_coefficients_of_an_h100(folders):
     assert (got.key, got.source, got.num_sms) == (key, "conservative", 99)
     assert got.rates == GPU_RATES["H200"]
     assert got.prefix.coefficients == calibration().prefix.coefficients
-    assert got.prefix.correction is None
+    assert got.prefix.correction is None and got.origin is None
     assert "nothing is measured on NVIDIA H200" in found.message
     assert "sgl-prefix-attn calibrate" in found.message
 
@@ -301,6 +325,19 @@ def test_shipped_files_of_another_number_of_multiprocessors_are_not_used(folders
 def test_every_shipped_file_can_be_used():
     for path in store.SHIPPED.glob("*.json"):
         assert load(path).source == "measured", path
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"), [("h100", "NVIDIA-H100-80GB-HBM3"), ("h200", "NVIDIA-H200")]
+)
+def test_a_shipped_file_is_the_fit_of_its_samples_in_the_repository(gpu, name):
+    """By what the fit takes over; fitting again is left to docs/calibration.md."""
+    found = load(store.SHIPPED / f"{name}_32-8-128_bfloat16_page1.json")
+    given = samples.read(RESULTS / f"calibration_{gpu}_32-8.samples.jsonl")
+    task = given.task
+    assert found.origin == Origin(task.seed, task.count, task.pool_tokens, given.date)
+    assert (found.key, found.num_sms, found.versions) == (task.key, task.num_sms, task.versions)
+    assert (found.rates, found.samples) == (given.rates, len(given.rows))
 
 
 def test_feature_counts():

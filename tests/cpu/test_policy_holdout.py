@@ -20,10 +20,10 @@ from eval.policy_holdout import holdout, host, judge, judgements, looks, source,
 from eval.policy_holdout.coverage import coverage
 from eval.policy_holdout.looks import look
 from sgl_prefix_attn.calibration import measure as meters
-from sgl_prefix_attn.calibration import samples, store
+from sgl_prefix_attn.calibration import store
 from sgl_prefix_attn.calibration.batches import draw
 from sgl_prefix_attn.calibration.predict import Predictor
-from sgl_prefix_attn.calibration.record import Calibration, CalibrationKey
+from sgl_prefix_attn.calibration.record import Calibration, CalibrationKey, Origin
 from sgl_prefix_attn.calibration.timemodel import (
     PREFIX_COEFFICIENTS,
     STOCK_COEFFICIENTS,
@@ -53,6 +53,7 @@ def calibration(**changes) -> Calibration:
         "rates": GpuRates(bandwidth=2.9e6, mma=3e8, item=1.0, ctas=264, launch=9.0),
         "stock": stock, "prefix": prefix, "samples": 400,
         "errors": {"stock": 0.03, "prefix": 0.04}, "source": "measured",
+        "origin": Origin(seed=0, batches=400, pool_tokens=POOL, date="2026-11-20"),
     }  # fmt: skip
     return Calibration(**fields | changes)
 
@@ -474,10 +475,9 @@ def test_seeds_that_are_not_held_out_are_refused(run, seeds, capsys):
     assert stop.value.code == 2 and "seed" in capsys.readouterr().err
 
 
-def test_the_seed_of_the_samples_beside_a_calibration_is_refused(run, calibration_file, capsys):
-    found = calibration()
-    task = samples.Task(KEY, SMS, found.versions, seed=103, count=400, pool_tokens=POOL)
-    samples.start(calibration_file.with_suffix(".samples.jsonl"), task, found.rates)
+def test_the_seed_in_a_calibration_s_record_is_refused(run, calibration_file, capsys):
+    made = calibration(origin=Origin(seed=103, batches=400, pool_tokens=POOL, date="2026-11-20"))
+    store.save(made, calibration_file)
     with pytest.raises(SystemExit):
         run("--seeds", "101,103")
     assert "seed 103 is not held out" in capsys.readouterr().err
@@ -486,19 +486,16 @@ def test_the_seed_of_the_samples_beside_a_calibration_is_refused(run, calibratio
 
 def test_without_a_file_it_is_the_calibration_of_a_server(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = calibration()
+    found = calibration(origin=Origin(seed=777, batches=400, pool_tokens=POOL, date="2026-11-20"))
     path = store.cache_folder() / store.file_name(KEY, store.versions())
     store.save(found, path)
-    samples.start(
-        path.with_suffix(".samples.jsonl"),
-        samples.Task(KEY, SMS, found.versions, seed=777, count=400, pool_tokens=POOL),
-        found.rates,
-    )
     measured = source.find(None, KEY, SMS)
     assert measured.calibration == found and measured.seed == 777
     path.unlink()
-    other = source.find(None, KEY, SMS)
-    assert other.calibration.source != "measured" and other.seed is None
+    shipped = source.find(None, KEY, SMS)
+    assert shipped.calibration.source != "measured" and shipped.seed == 0
+    unknown = source.find(None, replace(KEY, gpu="NVIDIA X1"), SMS)
+    assert unknown.calibration.source == "conservative" and unknown.seed is None
 
 
 @pytest.mark.parametrize(
