@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shlex
@@ -17,11 +18,14 @@ ROOT = Path(__file__).resolve().parent.parent
 # Names of the commit where the tree was copied without its .git: "HASH" or "HASH-dirty".
 COMMIT_ENV = "BENCH_COMMIT"
 PACKAGES = ("torch", "triton", "flashinfer-python", "sglang", "sglang-kernel", "sgl-prefix-attn")
+_SOURCE_SUFFIXES = (".py", ".cu", ".cuh", ".h", ".hpp", ".cpp")
+# Not a project's own sources; hidden folders are left out, too.
+_FOREIGN_FOLDERS = ("third_party", "cutlass", "build", "dist")
 
 
 def collect(module: str, argv: list[str], **extra) -> dict:
     """The "meta" of a result file; `module` and `argv` give the command that makes it again."""
-    commit, dirty = _commit()
+    commit, dirty = _own_commit()
     gpu, driver = _gpu()
     return {
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
@@ -70,20 +74,60 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _git(*args: str) -> str:
+def sources(folder: str | Path) -> dict:
+    """What code a folder holds: {"commit", "dirty", "sha256", "num_files"}.
+
+    commit  of the git checkout that the folder is (part of), None where git tracks nothing in it;
+            dirty: whether tracked files differ from the commit
+    sha256  over the relative paths, sorted, and contents of its Python, C++ and CUDA sources;
+            folders named build, dist, third_party or cutlass and hidden ones are left out
+    """
+    folder = Path(folder).resolve()
+    commit, dirty = _commit(folder)
+    digest, files = hashlib.sha256(), _source_files(folder)
+    for path in files:
+        content = hashlib.sha256((folder / path).read_bytes()).hexdigest()
+        digest.update(f"{path} {content}\n".encode())
+    return {
+        "commit": commit,
+        "dirty": dirty,
+        "sha256": digest.hexdigest(),
+        "num_files": len(files),
+    }
+
+
+def _source_files(folder: Path) -> list[str]:
+    found = []
+    for root, folders, names in os.walk(folder):
+        folders[:] = [f for f in folders if f not in _FOREIGN_FOLDERS and not f.startswith(".")]
+        paths = (Path(root, name) for name in names if name.endswith(_SOURCE_SUFFIXES))
+        found += [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
+    return sorted(found)
+
+
+def _git(folder: Path, *args: str) -> str:
     return subprocess.run(
-        ["git", "-C", str(ROOT), *args], capture_output=True, text=True, check=True, timeout=30
+        ["git", "-C", str(folder), *args], capture_output=True, text=True, check=True, timeout=30
     ).stdout.strip()
 
 
-def _commit() -> tuple[str, bool | None]:
+def _commit(folder: Path) -> tuple[str | None, bool | None]:
+    """(None, None) for a folder in which git tracks nothing, though it may lie in a checkout."""
+    try:
+        if not _git(folder, "ls-files"):
+            return None, None
+        dirty = bool(_git(folder, "status", "--porcelain", "-uno", "--", "."))
+        return _git(folder, "rev-parse", "HEAD"), dirty
+    except (OSError, subprocess.SubprocessError):
+        return None, None
+
+
+def _own_commit() -> tuple[str, bool | None]:
     stated = os.environ.get(COMMIT_ENV, "")
     if stated:
         return stated.removesuffix("-dirty"), stated.endswith("-dirty")
-    try:
-        return _git("rev-parse", "HEAD"), bool(_git("status", "--porcelain", "-uno"))
-    except (OSError, subprocess.SubprocessError):
-        return "unknown", None
+    commit, dirty = _commit(ROOT)
+    return commit or "unknown", dirty
 
 
 def _gpu() -> tuple[str | None, str | None]:
