@@ -1,7 +1,7 @@
 """python -m eval.bench_kernel: decode attention of every provider on prefix trees.
 
-A provider whose output differs from the oracle is shown as wrong and not timed; one that is not
-installed is a line that says so.
+A provider whose output differs from the oracle is shown as wrong and has no time; one that is not
+installed is a line that says so. All are timed in turn, several rounds long.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from eval import provenance
 from eval.bench_kernel import plot, summary
-from eval.bench_kernel.case import DTYPES
+from eval.bench_kernel.case import DTYPES, parse_device
 from eval.bench_kernel.floor import rates_of
 from eval.bench_kernel.providers import NAMES, STRATEGIES, make_providers
 from eval.bench_kernel.runner import DeviceLost, Setting, compare
@@ -27,11 +27,17 @@ _PEERS = "prefix,flashinfer,fa3,batchattn,cascade"
 
 def main(argv: list[str]) -> int:
     args, settings, providers = _parse(argv)
-    device = torch.device(args.device)
+    device = settings[0].device
     rates = rates_of(device)
     meta = provenance.collect(
         "eval.bench_kernel", argv, device=str(device), seed=args.seed, rates=asdict(rates)
     )
+    paths = {"fasttree": args.fasttree_path, "pat": args.pat_path}
+    meta["peers"] = {
+        provider.name: provenance.sources(paths[provider.name])
+        for provider in providers
+        if paths.get(provider.name)
+    }
     print(
         f"{meta['gpu'] or meta['machine']}: floor at {rates.bandwidth / 1e12:.2f} TB/s and "
         f"{rates.flops / 1e12:.0f} TFLOP/s ({rates.source})"
@@ -71,11 +77,13 @@ def _run_setting(setting: Setting, providers, rates, reasons, rows: list[dict]) 
         flush=True,
     )
     entry: dict[str, dict] = {}
-    for row in compare(setting, providers, rates, reasons):
-        entry[row.provider] = row.as_dict()
-        rows.append(entry[row.provider])
-    for row in entry.values():
-        print(summary.text_row(entry, row), flush=True)
+    try:
+        for row in compare(setting, providers, rates, reasons):
+            entry[row.provider] = row.as_dict()
+            rows.append(entry[row.provider])
+    finally:
+        for row in entry.values():
+            print(summary.text_row(entry, row), flush=True)
 
 
 def _parse(argv: list[str]):
@@ -97,6 +105,7 @@ def _parse(argv: list[str]):
     parser.add_argument("--pat-path", metavar="DIR", help="built checkout of PAT")
     args = parser.parse_args(argv)
     try:
+        device = parse_device(args.device)
         providers = make_providers(
             args.providers.split(","), args.strategy.split(","), args.fasttree_path, args.pat_path
         )
@@ -107,7 +116,7 @@ def _parse(argv: list[str]):
                 page,
                 args.dtype,
                 DTYPES[args.dtype],
-                torch.device(args.device),
+                device,
                 args.seed,
             )
             for heads in args.heads.split(",")

@@ -14,7 +14,6 @@ from sgl_prefix_attn.records import HeadConfig
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # A graph cycles through this much KV, so that no layer finds its own in the L2 cache (50 MB).
 _POOL_BYTES = 400e6
-_MAX_BYTES = 40e9
 
 
 @dataclass(frozen=True)
@@ -64,10 +63,20 @@ class Case:
         return [torch.full_like(self.q, float("nan")) for _ in range(self.num_layers)]
 
 
+def parse_device(text: str) -> torch.device:
+    """Raises ValueError for what is no device and for a GPU that torch cannot use."""
+    try:
+        device = torch.device(text)
+    except RuntimeError as error:
+        raise ValueError(f"--device {text}: {error}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {text}: torch {torch.__version__} sees no CUDA GPU here")
+    return device
+
+
 def num_pools(tree: Tree, heads: HeadConfig, itemsize: int) -> int:
-    size = kv_bytes(tree, heads, itemsize)
-    pools = max(2, min(12, int(_POOL_BYTES // size) + 1))
-    return 2 if pools * size > _MAX_BYTES else pools
+    """At least two: a kernel that reads the KV of another layer must not go unnoticed."""
+    return max(2, min(12, int(_POOL_BYTES // kv_bytes(tree, heads, itemsize)) + 1))
 
 
 def build_case(

@@ -54,15 +54,41 @@ class Judgement:
         return None
 
 
-class Oracle(Judgement):
-    """Judges layer 0 of a case; computed once for all providers."""
+class Wrong(Exception):
+    """An output that is too far from the truth; the largest errors of all layers, its own and
+    low-precision torch's."""
+
+    def __init__(self, reason: str, error: float, error_torch: float):
+        super().__init__(reason)
+        self.error = error
+        self.error_torch = error_torch
+
+
+class Oracle:
+    """Judges every layer of a case by that layer's KV; computed once for all providers."""
 
     def __init__(self, case: Case):
         exact = torch.float64
-        super().__init__(
-            attend(case, case.k[0], case.v[0], exact, exact),
-            attend(case, case.k[0], case.v[0], torch.float32, case.dtype),
-        )
+        self._layers = [
+            Judgement(
+                attend(case, k, v, exact, exact), attend(case, k, v, torch.float32, case.dtype)
+            )
+            for k, v in zip(case.k, case.v, strict=True)
+        ]
+        self.error_torch = max(layer.error_torch.norm for layer in self._layers)
+
+    def judge(self, outs: list[torch.Tensor], when: str) -> float:
+        """Largest error of the outputs, one [B, Hq, D] a layer. Raises Wrong, which names `when`
+        and the first wrong layer, and ValueError for another shape or number of outputs."""
+        pairs = list(zip(self._layers, outs, strict=True))
+        errors = [layer.error(out) for layer, out in pairs]
+        # NaN is the largest error; max() would pass over it.
+        largest = float(torch.tensor([error.norm for error in errors], dtype=torch.float64).max())
+        for i, ((layer, _), error) in enumerate(zip(pairs, errors, strict=True)):
+            problem = layer.problem(error)
+            if problem is not None:
+                raise Wrong(f"{when}, layer {i}: {problem}", largest, self.error_torch)
+        return largest
 
 
 def attend(

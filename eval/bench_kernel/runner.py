@@ -1,19 +1,24 @@
-"""Runs one provider on one case: correct first, then time. Yields the rows of the result file."""
+"""All providers on one tree: each prepared and judged, then timed in turn. Yields result rows."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import torch
 
-from eval.bench_kernel.case import Case, build_case
-from eval.bench_kernel.floor import Rates, floor_us
-from eval.bench_kernel.oracle import Oracle
+from eval.bench_kernel.candidate import Candidate
+from eval.bench_kernel.case import Case, build_case, num_pools
+from eval.bench_kernel.floor import Rates, floor_us, kv_bytes
+from eval.bench_kernel.oracle import Oracle, Wrong
 from eval.bench_kernel.providers.base import Provider, Unsupported
 from eval.bench_kernel.trees import Tree, page_problem
-from sgl_prefix_attn.calibration.timing import LayerTimer, plan_us
 from sgl_prefix_attn.records import HeadConfig
+
+ROUNDS = 3
+# KV pools of several page sizes that may be in memory at once.
+_MAX_POOL_BYTES = 40e9
 
 
 class DeviceLost(RuntimeError):
@@ -22,12 +27,12 @@ class DeviceLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the result file; us and plan_us only where status is "ok".
+    """One line of the result file; us, us_rounds and plan_us only where status is "ok".
 
-    us          microseconds a layer, median
+    us          microseconds a layer, median over the rounds; us_rounds has each round's median
     plan_us     microseconds of host time that planning one batch takes
     page_size   of the comparison; run_page_size is the provider's own, where it differs
-    error       ||out - truth|| / ||truth||; error_torch is low-precision torch's
+    error       ||out - truth|| / ||truth|| of the worst layer; error_torch is low-precision torch's
     timing      "graph" (replay) or "eager" (launched one by one)
     status      "ok", or "wrong", "unavailable", "unsupported", "failed" followed by the reason
     """
@@ -41,6 +46,7 @@ class Row:
     status: str
     floor_us: float
     us: float | None = None
+    us_rounds: list[float] | None = None
     plan_us: float | None = None
     error: float | None = None
     error_torch: float | None = None
@@ -64,13 +70,65 @@ class Setting:
     seed: int
 
 
+@dataclass
+class _Entry:
+    """A provider in a comparison; `candidate` only while there is something left to do with it."""
+
+    provider: Provider
+    status: str = "ok"
+    candidate: Candidate | None = None
+    us_rounds: list[float] = field(default_factory=list)
+    measured: dict = field(default_factory=dict)
+
+    def end(self, status: str, **measured) -> None:
+        self.status, self.candidate, self.measured = status, None, measured
+
+
 def compare(
     setting: Setting, providers: list[Provider], rates: Rates, reasons: dict[str, str]
 ) -> Iterator[Row]:
     """Rows of all providers on one tree; `reasons` has those that are not available.
 
-    Cases (one a page size) live only as long as this call: their pools are gigabytes.
+    Raises DeviceLost after the rows of a comparison in which a provider broke the CUDA context.
     """
+    for group in _groups(setting, providers):
+        entries = [_entry(setting, provider, reasons) for provider in group]
+        try:
+            _run([entry for entry in entries if entry.status == "ok"], setting)
+        except DeviceLost as error:
+            for entry in entries:
+                if entry.status == "ok" and not entry.measured:
+                    entry.end(f"failed: no GPU left to measure on, {error}")
+            yield from (_row(setting, entry, rates) for entry in entries)
+            raise
+        yield from (_row(setting, entry, rates) for entry in entries)
+
+
+def _groups(setting: Setting, providers: list[Provider]) -> list[list[Provider]]:
+    """Providers that are timed in turn, by page size: all, unless the pools, one set a page size,
+    would not fit into memory together; then those of one page size at a time."""
+
+    def page_size(provider: Provider) -> int:
+        return provider.page_size(setting.page_size)
+
+    providers = sorted(providers, key=page_size)
+    sizes = sorted(set(map(page_size, providers)))
+    shape = (setting.tree, setting.heads, setting.dtype.itemsize)
+    if len(sizes) * num_pools(*shape) * kv_bytes(*shape) <= _MAX_POOL_BYTES:
+        return [providers]
+    return [[p for p in providers if page_size(p) == size] for size in sizes]
+
+
+def _entry(setting: Setting, provider: Provider, reasons: dict[str, str]) -> _Entry:
+    problem = page_problem(setting.tree, provider.page_size(setting.page_size))
+    if provider.name in reasons:
+        return _Entry(provider, f"unavailable: {reasons[provider.name]}")
+    return _Entry(provider, "ok" if problem is None else f"unsupported: {problem}")
+
+
+def _run(entries: list[_Entry], setting: Setting) -> None:
+    """Prepare and judge all, time them round by round, judge what was timed. Cases (one a page
+    size) and candidates live only as long as this call: they are gigabytes."""
     cases: dict[int, tuple[Case, Oracle]] = {}
 
     def case_at(page_size: int) -> tuple[Case, Oracle]:
@@ -80,83 +138,65 @@ def compare(
             cases[page_size] = (case, Oracle(case))
         return cases[page_size]
 
-    for provider in sorted(providers, key=lambda p: p.page_size(setting.page_size)):
-        page_size = provider.page_size(setting.page_size)
-        problem = page_problem(setting.tree, page_size)
-        if provider.name in reasons:
-            row = _row(setting, provider, rates, f"unavailable: {reasons[provider.name]}")
-        elif problem is not None:
-            row = _row(setting, provider, rates, f"unsupported: {problem}")
-        else:
-            for other in [size for size in cases if size != page_size]:
-                del cases[other]
-            row = _measure(setting, provider, rates, lambda p=page_size: case_at(p))
-        yield row
+    def prepare(entry: _Entry) -> None:
+        case, oracle = case_at(entry.provider.page_size(setting.page_size))
+        entry.candidate = Candidate(entry.provider, case, oracle)
+
+    def finish(entry: _Entry) -> None:
+        candidate = entry.candidate
+        candidate.judge_replay("timed")
+        entry.end(
+            "ok",
+            us=statistics.median(entry.us_rounds),
+            us_rounds=entry.us_rounds,
+            plan_us=candidate.plan_us,
+            error=candidate.error,
+            error_torch=candidate.error_torch,
+            timing=candidate.timing,
+        )
+
+    def each(step: Callable[[_Entry], None], order: list[_Entry]) -> None:
+        for entry in order:
+            if entry.status == "ok":
+                _attempt(step, entry, setting)
+
+    each(prepare, entries)
+    for i in range(ROUNDS):
+        each(lambda entry: entry.us_rounds.append(entry.candidate.us()), entries[:: (-1) ** i])
+    each(finish, entries)
 
 
-def _row(setting: Setting, provider: Provider, rates: Rates, status: str, **measured) -> Row:
-    page_size = provider.page_size(setting.page_size)
+def _attempt(step: Callable[[_Entry], None], entry: _Entry, setting: Setting) -> None:
+    """Run a step of one entry; whatever goes wrong is its status, and ends it alone."""
+    try:
+        step(entry)
+    except Wrong as wrong:
+        entry.end(f"wrong: {wrong}", error=wrong.error, error_torch=wrong.error_torch)
+    except Unsupported as reason:
+        entry.end(f"unsupported: {reason}")
+    except Exception as error:  # whatever a third-party kernel raises is a line of the table
+        entry.end(f"failed: {type(error).__name__}: {str(error)[:200]}")
+    if setting.device.type == "cuda":
+        try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        except RuntimeError as error:
+            if entry.status == "ok":
+                entry.end(f"failed: {str(error)[:200]}")
+            raise DeviceLost(f"{entry.provider.name} on {setting.tree.name}: {error}") from error
+
+
+def _row(setting: Setting, entry: _Entry, rates: Rates) -> Row:
+    page_size = entry.provider.page_size(setting.page_size)
     return Row(
         tree=setting.tree.name,
         heads=f"{setting.heads.num_qo_heads}/{setting.heads.num_kv_heads}",
         head_dim=setting.heads.head_dim,
         page_size=setting.page_size,
         dtype=setting.dtype_name,
-        provider=provider.name,
-        status=status,
+        provider=entry.provider.name,
+        status=entry.status,
         floor_us=round(floor_us(setting.tree, setting.heads, setting.dtype.itemsize, rates), 3),
         run_page_size=None if page_size == setting.page_size else page_size,
-        **measured,
+        **entry.measured,
     )
-
-
-def _measure(
-    setting: Setting,
-    provider: Provider,
-    rates: Rates,
-    make_case: Callable[[], tuple[Case, Oracle]],
-) -> Row:
-    try:
-        case, oracle = make_case()
-        status, measured = _check_and_time(provider, case, oracle)
-    except Unsupported as reason:
-        status, measured = f"unsupported: {reason}", {}
-    except Exception as error:  # whatever a third-party kernel raises is a line of the table
-        status, measured = f"failed: {type(error).__name__}: {str(error)[:200]}", {}
-    row = _row(setting, provider, rates, status, **measured)
-    if setting.device.type == "cuda":
-        try:
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-        except RuntimeError as error:
-            raise DeviceLost(f"{provider.name} on {setting.tree.name}: {error}") from error
-    return row
-
-
-def _check_and_time(provider: Provider, case: Case, oracle: Oracle) -> tuple[str, dict]:
-    runnable = provider.prepare(case)
-    _poison_allocator(case)
-    error = oracle.error(runnable.run(0))
-    measured = {"error": error.norm, "error_torch": oracle.error_torch.norm}
-    problem = oracle.problem(error)
-    if problem is not None:
-        return f"wrong: {problem}", measured
-    timer = LayerTimer(runnable.run, case.num_layers, case.device, provider.capturable)
-    us = timer.us()
-    # What was timed must be right too: poison its outputs, replay, judge again.
-    for out in timer.outs:
-        out.fill_(float("nan"))
-    timer.replay()
-    error = oracle.error(timer.outs[0])
-    problem = oracle.problem(error)
-    if problem is not None:
-        return f"wrong: after replay, {problem}", measured
-    measured |= {"us": us, "timing": timer.kind, "plan_us": plan_us(runnable.plan, case.device)}
-    return "ok", measured
-
-
-def _poison_allocator(case: Case) -> None:
-    """Leave NaN in freed memory of the output's size: providers that allocate their own output
-    get poisoned memory from torch's allocator."""
-    for _ in range(4):
-        torch.full_like(case.q, float("nan"))

@@ -48,32 +48,44 @@ def geometric_mean(values: list[float]) -> float:
 
 
 def means(trees: dict[str, dict[str, dict]]) -> list[dict]:
-    """Per provider (and the best stock peer) the geometric mean of time / floor.
+    """Per provider (and the best stock peer) the geometric means of time / floor over the trees
+    that it ran on: all, those with sharing, and those in common, that every provider ran on.
 
-    {"provider", "all", "num_all", "sharing", "num_sharing"}; the number of trees that it ran on
-    stands beside each mean: means over different trees do not compare.
+    {"provider", "all", "num_all", "sharing", "num_sharing", "common", "num_common"}; a number of
+    trees stands beside each mean: only means over the same trees compare.
     """
     names = list(dict.fromkeys(name for rows in trees.values() for name in rows))
-    result = [_mean(name, trees, [name]) for name in names]
+    over = {name: _over_floor(trees, [name]) for name in names}
     if any(name in STOCK for name in names):
-        result.append(_mean("best stock", trees, list(STOCK)))
-    return [entry for entry in result if entry["num_all"]]
+        over["best stock"] = _over_floor(trees, STOCK)
+    over = {name: values for name, values in over.items() if values}
+    common = set(trees).intersection(*over.values())
+    return [
+        {"provider": name}
+        | _mean("all", list(values.values()))
+        | _mean("sharing", [x for tree, x in values.items() if parse_tree(tree).has_sharing])
+        | _mean("common", [x for tree, x in values.items() if tree in common])
+        for name, values in over.items()
+    ]
 
 
-def _mean(label: str, trees: dict[str, dict[str, dict]], among: list[str]) -> dict:
-    over_floor: dict[str, float] = {}
-    for tree, rows in trees.items():
-        us = best_us(rows, among)
-        if us is not None:
-            over_floor[tree] = us / next(iter(rows.values()))["floor_us"]
-    sharing = [value for tree, value in over_floor.items() if parse_tree(tree).has_sharing]
+def _over_floor(trees: dict[str, dict[str, dict]], among: Iterable[str]) -> dict[str, float]:
+    """tree -> best time / floor of the named providers, without the trees that none ran on."""
+    best = {tree: best_us(rows, among) for tree, rows in trees.items()}
     return {
-        "provider": label,
-        "all": geometric_mean(list(over_floor.values())) if over_floor else None,
-        "num_all": len(over_floor),
-        "sharing": geometric_mean(sharing) if sharing else None,
-        "num_sharing": len(sharing),
+        tree: us / next(iter(trees[tree].values()))["floor_us"]
+        for tree, us in best.items()
+        if us is not None
     }
+
+
+def _mean(name: str, values: list[float]) -> dict:
+    return {name: geometric_mean(values) if values else None, f"num_{name}": len(values)}
+
+
+def spread(row: dict) -> float:
+    """(slowest - fastest) / median of a row's rounds."""
+    return (max(row["us_rounds"]) - min(row["us_rounds"])) / row["us"]
 
 
 def slower_than_stock(trees: dict[str, dict[str, dict]], provider: str = "prefix") -> list[str]:
@@ -94,7 +106,8 @@ def text_row(rows: dict[str, dict], row: dict) -> str:
     ratio = ratio_to_peer(rows, row["provider"])
     peer = "" if ratio is None else f"  best peer / this {ratio:5.2f}"
     return (
-        f"{head}{row['us']:9.1f} us  floor {row['floor_us']:8.1f}  "
+        f"{head}{row['us']:9.1f} us (spread {100 * spread(row):4.1f} %)  "
+        f"floor {row['floor_us']:8.1f}  "
         f"{100 * row['floor_us'] / row['us']:5.1f} % of floor  plan {row['plan_us']:8.1f} us  "
         f"error {row['error']:.1e} (torch {row['error_torch']:.1e}){peer}"
         + (f"  page {row['run_page_size']}" if row["run_page_size"] else "")
@@ -105,10 +118,14 @@ def text_row(rows: dict[str, dict], row: dict) -> str:
 def text_means(trees: dict[str, dict[str, dict]]) -> str:
     lines = ["geometric mean of time / floor (trees)"]
     for entry in means(trees):
-        sharing = "-" if entry["sharing"] is None else f"{entry['sharing']:.2f}"
+        sharing, common = (
+            "-" if entry[field] is None else f"{entry[field]:.2f}"
+            for field in ("sharing", "common")
+        )
         lines.append(
             f"  {entry['provider']:<16} all {entry['all']:6.2f} ({entry['num_all']})   "
-            f"with sharing {sharing:>6} ({entry['num_sharing']})"
+            f"with sharing {sharing:>6} ({entry['num_sharing']})   "
+            f"that all ran {common:>6} ({entry['num_common']})"
         )
     slower = slower_than_stock(trees)
     if slower:

@@ -46,7 +46,11 @@ def row(backend: str, rate: float, alternation: int, window: Window, timed: list
 
 
 def summarise(rows: list[dict]) -> list[dict]:
-    """One entry for each rate and backend, in the order of the rows."""
+    """One entry for each rate and backend, in the order of the rows.
+
+    sent, completed and cached_share (of the prompt tokens, those from the cache) are over all its
+    replays; least_sent is the number of requests of the shortest replay.
+    """
     stock = rows[0]["backend"]
     groups: dict[tuple[float, str], list[dict]] = {}
     for entry in rows:
@@ -58,6 +62,9 @@ def summarise(rows: list[dict]) -> list[dict]:
             "alternations": len(group),
             "sent": sum(entry["sent"] for entry in group),
             "completed": sum(entry["completed"] for entry in group),
+            "least_sent": min(entry["sent"] for entry in group),
+            "cached_share": sum(entry["cached_tokens"] for entry in group)
+            / sum(entry["input_tokens"] for entry in group),
             "achieved_rate": statistics.median(entry["achieved_rate"] for entry in group),
             "late_p99_ms": max(entry["late_ms"]["p99"] for entry in group),
             **{
@@ -73,7 +80,8 @@ def text(entry: dict) -> str:
     lines = [
         f"{entry['rate']:g} requests/s, {entry['backend']}: {entry['completed']} of "
         f"{entry['sent']} completed in {entry['alternations']} replays, "
-        f"{entry['achieved_rate']:.2f} a second; sent late by {entry['late_p99_ms']:.1f} ms (p99)"
+        f"{entry['achieved_rate']:.2f} a second; {100 * entry['cached_share']:.1f} % of the prompt "
+        f"tokens from the cache; sent late by {entry['late_p99_ms']:.1f} ms (p99)"
     ]
     for metric in METRICS:
         median, p99 = cells(entry[metric])

@@ -161,6 +161,7 @@ def replay(backend, rate, median, p99):
     times = {"median": median, "p90": p99, "p99": p99}
     return {
         "backend": backend, "rate": rate, "sent": 3, "completed": 3, "achieved_rate": rate,
+        "input_tokens": 100, "cached_tokens": 20,
         "ttft_ms": times, "tpot_ms": times, "late_ms": {"p99": 1.0},
     }  # fmt: skip
 
@@ -182,6 +183,14 @@ def test_summary_compares_with_the_first_backend_at_the_same_rate():
     assert entries[1.0, "low"]["p99_is"] == "below"
     assert entries[1.0, "stock"]["p99_is"] == "inside"
     assert entries[2.0, "stock"]["ratio"] == 1.0
+
+
+def test_summary_has_the_share_of_prompt_tokens_from_the_cache():
+    rows = [replay("stock", 1.0, 1.0, 1.0), replay("stock", 1.0, 1.0, 1.0)]
+    rows[1] |= {"input_tokens": 300, "cached_tokens": 180, "sent": 2}
+    (entry,) = summary.summarise(rows)
+    assert entry["cached_share"] == pytest.approx(0.5) and entry["least_sent"] == 2
+    assert "50.0 % of the prompt tokens from the cache" in summary.text(entry)
 
 
 def test_the_ends_of_a_range_are_inside():

@@ -23,6 +23,7 @@ def kernel_row(provider, us, **changes):
     return {
         "tree": "1,2_8,8", "heads": "32/8", "head_dim": 128, "page_size": 1, "dtype": "bf16",
         "provider": provider, "status": "ok", "floor_us": 10.0, "us": us, "plan_us": 321.0,
+        "us_rounds": None if us is None else [0.99 * us, us, 1.01 * us],
         "error": 1e-3, "error_torch": 1e-3, "timing": "graph", "run_page_size": None, **changes,
     }  # fmt: skip
 
@@ -33,6 +34,10 @@ KERNELS = [
     kernel_row("pat", 25.0, timing="eager", run_page_size=32),
     kernel_row("fa3", None, status="wrong: error 1e-01", plan_us=None),
 ]
+PEERS = {
+    "fasttree": {"commit": "f" * 40, "dirty": True, "sha256": "ab" * 32, "num_files": 3},
+    "pat": {"commit": None, "dirty": None, "sha256": "cd" * 32, "num_files": 3},
+}
 ENGINES = [
     {
         "backend": backend, "workload": "shared8k", "page_size": 1, "batch": 64, "shared": 8192,
@@ -66,6 +71,32 @@ def test_tables_and_sources(files, capsys):
     assert "| 64 | 8192 + 256 | 1 | 9.00 ms (0.600) | 15.00 ms (1.000) |" in text
 
 
+def test_kernel_tables_tell_the_spread_and_the_trees_in_common(tmp_path, capsys):
+    rows = [*KERNELS, kernel_row("prefix", 30.0, tree="1,4_8,8"),
+            kernel_row("flashinfer", 30.0, tree="1,4_8,8")]  # fmt: skip
+    rows[0] = rows[0] | {"us_rounds": [18.0, 20.0, 21.0]}
+    path = tmp_path / "kernels.json"
+    provenance.save(path, META, rows)
+    assert report.main([str(path)]) == 0
+    text = capsys.readouterr().out
+    common = "2.00 (1 trees) | 5.00 (1 trees) | 2.50 (1 trees) |"
+    assert f"| geometric mean of time / floor, trees that all ran |  | {common}" in text
+    assert "median of 3 rounds in which all took turns" in text
+    assert "2.0 % in the median, at most 15.0 %" in text
+    provenance.save(path, META, [row | {"us_rounds": None} for row in rows])
+    assert report.main([str(path)]) == 0
+    assert "rounds" not in capsys.readouterr().out
+
+
+def test_peers_from_a_folder_are_named_with_their_sources(tmp_path, capsys):
+    path = tmp_path / "kernels.json"
+    provenance.save(path, META | {"peers": PEERS}, KERNELS)
+    assert report.main([str(path)]) == 0
+    fasttree = "fasttree ffffffffffff with local changes (sources sha256 abababababab)"
+    pat = "pat (sources sha256 cdcdcdcdcdcd)"
+    assert f"torch 2.11.0; {fasttree}; {pat}; commit abc123;" in capsys.readouterr().out
+
+
 def test_round_trip_and_check(files, capsys):
     results, readme = files
     check = [*results, "--readme", str(readme), "--check"]
@@ -80,10 +111,11 @@ def test_round_trip_and_check(files, capsys):
     assert report.main(check) == 1
 
 
-def trace_row(backend, alternation, ttft, p99):
+def trace_row(backend, alternation, ttft, p99, sent=10):
     times = {"median": ttft, "p90": p99, "p99": p99}
     return {
-        "backend": backend, "rate": 2.0, "alternation": alternation, "sent": 10, "completed": 9,
+        "backend": backend, "rate": 2.0, "alternation": alternation, "sent": sent, "completed": 9,
+        "input_tokens": 1000, "cached_tokens": 100 + 50 * alternation,
         "achieved_rate": 1.5, "ttft_ms": times, "tpot_ms": dict(times), "late_ms": {"p99": 0.5},
     }  # fmt: skip
 
@@ -102,9 +134,18 @@ def test_the_table_of_a_trace(tmp_path, capsys):
     assert "`conversation.jsonl`, replayed" in text and "over 2 alternations" in text
     stock = "101.00 ms (1.000) | 310.0 ms (inside 300.0 to 320.0)"
     ours = "101.00 ms (1.000) | 351.0 ms (above 300.0 to 320.0)"
-    end = "18 of 20 | 1.50 | 0.5 ms |"
+    end = "12.5 % | 18 of 20 | 1.50 | 0.5 ms |"
     assert f"| 2 | flashinfer | {stock} | {stock} | {end}" in text
     assert f"| 2 | prefix | {ours} | {ours} | {end}" in text
+    assert "only 10 requests: there p99 lies between the two slowest" in text
+
+
+@pytest.mark.parametrize(("sent", "few"), [(100, True), (101, False)])
+def test_p99_is_a_percentile_above_100_requests(tmp_path, capsys, sent, few):
+    path = tmp_path / "trace.json"
+    provenance.save(path, META | {"trace": "t"}, [trace_row("prefix", 0, 1.0, 3.0, sent)])
+    assert report.main([str(path)]) == 0
+    assert ("the two slowest" in capsys.readouterr().out) == few
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""FlashInfer's tensor-core decode wrapper, planned as SGLang does: `flashinfer`."""
+"""FlashInfer's decode wrapper, made and planned as SGLang's backend does: `flashinfer`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ import torch
 
 from eval.bench_kernel.case import Case
 from eval.bench_kernel.providers.base import BaseProvider
+from sgl_prefix_attn.records import HeadConfig
 
 _WORKSPACE_BYTES = 2 << 30
+
+
+def tensor_cores(heads: HeadConfig, dtype: torch.dtype) -> bool:
+    """Whether SGLang 0.5.17 decodes with tensor cores (its should_use_tensor_core)."""
+    return heads.group_size >= 4 and dtype in (torch.float16, torch.bfloat16)
 
 
 class FlashInferDecode(BaseProvider):
@@ -36,7 +42,7 @@ class FlashInferDecodeRunnable:
             torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=case.device),
             "NHD",
             use_cuda_graph=True,
-            use_tensor_cores=True,
+            use_tensor_cores=tensor_cores(case.heads, case.dtype),
             paged_kv_indptr_buffer=self._indptr.to(case.device),
             paged_kv_indices_buffer=self._indices.clone(),
             paged_kv_last_page_len_buffer=self._last_len.to(case.device),
