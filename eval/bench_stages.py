@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from eval import provenance
-from eval.bench_kernel.case import DTYPES, Case, build_case
+from eval.bench_kernel.case import DTYPES, Case, build_case, parse_device
 from eval.bench_kernel.floor import floor_us, rates_of
 from eval.bench_kernel.trees import parse_trees
 from sgl_prefix_attn.calibration.timing import LayerTimer
@@ -35,17 +35,23 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--trees", default="pat20", help="as in eval.bench_kernel")
     parser.add_argument("--heads", default="32/8")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="cuda", help="an NVIDIA GPU: others launch nothing")
     parser.add_argument("--json", metavar="OUT")
     args = parser.parse_args(argv)
-    device = torch.device(args.device)
-    heads = HeadConfig(*parse_heads(args.heads), 128)
+    try:
+        device = parse_device(args.device)
+        heads = HeadConfig(*parse_heads(args.heads), 128)
+        trees = parse_trees(args.trees)
+    except ValueError as error:
+        parser.error(str(error))
+    if device.type != "cuda":
+        parser.error(f"--device {args.device}: stages are launches on an NVIDIA GPU")
     dtype = DTYPES["bf16"]
     rates = rates_of(device)
     meta = provenance.collect("eval.bench_stages", argv or sys.argv[1:])
     rows = []
     print("microseconds a layer; merge = all - forward")
-    for tree in parse_trees(args.trees):
+    for tree in trees:
         case = build_case(tree, heads, 1, dtype, device, seed=0)
         times = {stage: _time(case, stage) for stage in STAGES}
         floor = floor_us(tree, heads, dtype.itemsize, rates)
@@ -56,8 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.json:
             provenance.save(args.json, meta, rows)
         del case
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
     return 0
 
 

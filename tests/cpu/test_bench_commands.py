@@ -4,11 +4,12 @@ import json
 import os
 import subprocess
 
+import numpy as np
 import orjson
 import pytest
 import torch
 
-from eval import bench_plan, provenance, report
+from eval import bench_plan, bench_stages, provenance, report
 from eval.bench_engine import __main__ as bench_engine
 from eval.bench_engine import host_times, runner
 from eval.bench_engine.workloads import NAMED, parse_workloads
@@ -26,8 +27,21 @@ from eval.engine_process import (
 )
 from eval.engine_worker import MARK
 from eval.model_shapes import write_config
+from sgl_prefix_attn.checks import lengths, path_table
+from sgl_prefix_attn.kernels import layout as L
+from sgl_prefix_attn.plan import Planner
+from sgl_prefix_attn.records import HeadConfig
+from sgl_prefix_attn.tuning import default_tile_set
 
-COMMANDS = (bench_kernel, bench_plan, bench_engine, bench_trace, compare_outputs, report)
+COMMANDS = (
+    bench_kernel,
+    bench_plan,
+    bench_stages,
+    bench_engine,
+    bench_trace,
+    compare_outputs,
+    report,
+)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda module: module.__name__)
@@ -41,6 +55,9 @@ def test_help(command, capsys):
     ("command", "argv"),
     [
         (bench_kernel, ["--heads", "32/8,32"]),
+        (bench_stages, ["--device", "cpu"]),
+        (bench_stages, ["--device", "cpu", "--trees", "1_"]),
+        (bench_stages, ["--device", "cpu", "--heads", "5/2"]),
         (bench_engine, ["--workloads", "nope"]),
         (bench_engine, ["--new-tokens", "64,32"]),
         (bench_engine, ["--model-shape", "nope"]),
@@ -62,9 +79,15 @@ def test_bad_arguments_end_with_usage(command, argv, capsys):
 
 
 @pytest.mark.parametrize(
-    ("command", "argv"), [(bench_engine, []), (bench_trace, ["--trace", "a.jsonl"])]
+    ("command", "argv"),
+    [
+        (bench_engine, []),
+        (bench_trace, ["--trace", "a.jsonl"]),
+        (bench_kernel, ["--device", "cuda"]),
+        (bench_stages, []),
+    ],
 )
-def test_a_missing_gpu_is_said_before_any_engine_starts(command, argv, monkeypatch, capsys):
+def test_a_missing_gpu_is_said_before_anything_starts(command, argv, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(bench_trace.trace, "read", lambda path: [])
     monkeypatch.setattr(bench_trace.trace, "window", lambda *args: None)
@@ -72,6 +95,27 @@ def test_a_missing_gpu_is_said_before_any_engine_starts(command, argv, monkeypat
         command.main(argv)
     assert stop.value.code == 2
     assert "error: --device cuda: torch " in capsys.readouterr().err
+
+
+def test_bench_stages_leaves_out_the_words_of_other_stages():
+    heads = HeadConfig(4, 2, 32)
+    tile_set = default_tile_set(torch.device("cpu"), heads)
+    seq_lens = lengths(np.full(8, 80))
+    planner = Planner(heads, tile_set=tile_set, strategy="naive")
+    plan = planner.plan(path_table([[(0, 64)]] * 8, seq_lens))
+
+    def counts(stage):
+        words = bench_stages.without(plan, tile_set, stage).words
+        queues = words[L.H_QUEUES + 1 : L.H_QUEUES + 2 * len(tile_set.tiles) : 2]
+        tails = sum(n for n, tile in zip(queues, tile_set.tiles, strict=True) if tile.requests)
+        return int(words[L.H_NUM_MERGES]), int(tails), int(queues.sum() - tails)
+
+    merges, tails, shared = counts("all")
+    assert min(merges, tails, shared) > 0
+    assert counts("forward") == (0, tails, shared)
+    assert counts("tails") == (0, tails, 0)
+    assert counts("shared") == (0, 0, shared)
+    assert counts("empty") == (0, 0, 0)
 
 
 def test_bench_plan_prints_and_writes_medians(tmp_path, capsys):
