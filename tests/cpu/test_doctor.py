@@ -183,8 +183,11 @@ def test_the_command_on_this_machine(opted_in, monkeypatch, capsys):
     monkeypatch.setattr(facts, "_gpu", lambda: ("", None))
     monkeypatch.setenv("SGL_PREFIX_ATTN_CPU_PLATFORM", opted_in)
     monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
+    monkeypatch.setenv("CC", "/nonexistent/cc")
     status = main.main(["doctor", "--json"])
     report = json.loads(capsys.readouterr().out)
+    compiler = next(c for c in report["checks"] if c["name"] == "C compiler")
+    assert compiler["status"] == WARN and compiler["detail"].startswith("CC=/nonexistent/cc ")
     assert status == (0 if opted_in == "1" else 1)
     assert report["ok"] is (status == 0)
     failed = [check["name"] for check in report["checks"] if check["status"] == FAIL]
