@@ -152,7 +152,7 @@ def _policy_tables(summary: dict, meta: dict) -> list[str]:
     )
     if summary["all"] is None:
         return [head, f"All {summary['failed']} batches failed."]
-    lines = [line("", "all batches", "mean over seeds (95 %)", "wanted"), line(*["---"] * 4)]
+    lines = [line("", "all batches", "95 % interval", "wanted"), line(*["---"] * 4)]
     lines += [line(*cells) for cells in policy_text.numbers(summary)]
     columns = ("batches", "prefix chosen", "regret", "worst", "faster than always stock")
     kinds = [line("sharing", *columns), line(*["---"] * (len(columns) + 1))]
@@ -166,7 +166,7 @@ def _policy_tables(summary: dict, meta: dict) -> list[str]:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.report", description=__doc__)
     parser.add_argument("results", nargs="+", metavar="RESULT.json")
-    parser.add_argument("--readme", help="file whose table is replaced, or checked")
+    parser.add_argument("--readme", metavar="PAGE", help="file whose tables are replaced, or checked")
     parser.add_argument("--check", action="store_true", help="compare only")
     args = parser.parse_args(argv)
     if args.check and not args.readme:

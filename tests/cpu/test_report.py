@@ -165,9 +165,15 @@ def test_a_file_that_is_no_result_is_named(tmp_path, content, capsys):
     assert "odd.json" in capsys.readouterr().err
 
 
-def test_the_readme_says_what_the_result_files_say():
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("README.md", ("kernel_h100_pat20", "engine_h100")),
+        ("docs/measurements.md", ("policy_h100", "trace_h100")),
+    ],
+)
+def test_a_page_says_what_the_result_files_say(page, names):
     root = Path(report.__file__).resolve().parents[1]
-    names = ("kernel_h100_pat20", "engine_h100", "policy_h100", "trace_h100")
     results = [root / "eval/results" / f"{name}.json" for name in names]
-    arguments = [*map(str, results), "--readme", str(root / "README.md"), "--check"]
-    assert report.main(arguments) == 0, "run python -m eval.report with --readme README.md"
+    arguments = [*map(str, results), "--readme", str(root / page), "--check"]
+    assert report.main(arguments) == 0, f"run python -m eval.report with --readme {page}"
