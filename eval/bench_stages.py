@@ -80,7 +80,7 @@ def without(plan: Plan, tile_set: TileSet, stage: str) -> Plan:
 
 def _time(case: Case, stage: str) -> float:
     tile_set = default_tile_set(case.device, case.heads)
-    costs = default_costs(case.device, case.heads, case.dtype.itemsize)
+    costs = default_costs(case.device, case.heads, case.dtype, case.page_size)
     planner = Planner(case.heads, tile_set=tile_set, costs=costs)
     seq_lens = lengths(np.full(case.tree.batch_size, case.tree.seq_len))
     plan = planner.plan(path_table(case.tree.prefix_paths(), seq_lens))

@@ -166,7 +166,7 @@ def _policy_tables(summary: dict, meta: dict) -> list[str]:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.report", description=__doc__)
     parser.add_argument("results", nargs="+", metavar="RESULT.json")
-    parser.add_argument("--readme", metavar="PAGE", help="file whose tables are replaced, or checked")
+    parser.add_argument("--readme", metavar="PAGE", help="its tables are replaced, or checked")
     parser.add_argument("--check", action="store_true", help="compare only")
     args = parser.parse_args(argv)
     if args.check and not args.readme:

@@ -38,7 +38,7 @@ def build(runner, heads: HeadConfig, settings: Settings) -> Execution:
         tile_set=tile_set,
         strategy=settings.strategy,
         costs=(
-            default_costs(runner.device, heads, runner.kv_cache_dtype.itemsize)
+            default_costs(runner.device, heads, runner.kv_cache_dtype)
             if calibration is None
             else calibration.costs
         ),

@@ -1,9 +1,11 @@
-"""Which tiles and costs a device gets: shipped defaults, until it is calibrated."""
+"""Which tiles and costs a device gets."""
 
 from __future__ import annotations
 
 import torch
 
+from sgl_prefix_attn.calibration import store
+from sgl_prefix_attn.calibration.startup import gpu_key
 from sgl_prefix_attn.plan.costs import CostModel
 from sgl_prefix_attn.plan.tiles import TileConfig, TileSet
 from sgl_prefix_attn.records import HeadConfig
@@ -49,11 +51,19 @@ def gpu_tile_set(num_sms: int, heads: HeadConfig) -> TileSet:
     )
 
 
-def default_costs(device: torch.device | str, heads: HeadConfig, kv_bytes: int = 2) -> CostModel:
-    """Cost constants by the device's name (plan/costs.py has the table)."""
+def default_costs(
+    device: torch.device | str,
+    heads: HeadConfig,
+    dtype: torch.dtype = torch.bfloat16,
+    page_size: int = 1,
+) -> CostModel:
+    """What a server with such layers plans with: the costs of its calibration (store.find), on a
+    CPU those of plan/costs.py's table."""
     device = torch.device(device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return CostModel.for_gpu(name, heads, kv_bytes)
+    if device.type != "cuda":
+        return CostModel.for_gpu("cpu", heads, dtype.itemsize)
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return store.find(gpu_key(device, heads, dtype, page_size), num_sms).calibration.costs
 
 
 def _tail_rows(heads: HeadConfig) -> tuple[int, int]:

@@ -63,7 +63,7 @@ class PrefixDecodeWrapper:
             self.heads,
             tile_set=self._tile_set,
             strategy=strategy,
-            costs=default_costs(self.device, self.heads, dtype.itemsize),
+            costs=default_costs(self.device, self.heads, dtype, page_size),
         )
         self._executor: PlanExecutor | None = None
         self._plan: Plan | None = None
