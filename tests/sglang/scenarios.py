@@ -43,8 +43,8 @@ async def staggered(engine):
     events = [asyncio.Event() for _ in range(5)]
     a = SYSTEM + tokens(1, 20)
     return await asyncio.gather(
-        generate(engine, a, 48, at={4: events[0], 10: events[1], 16: events[2]}),
-        generate(engine, SYSTEM + tokens(2, 11), 10),
+        generate(engine, a, 64, at={4: events[0], 10: events[1], 16: events[2]}),
+        generate(engine, SYSTEM + tokens(2, 11), 40),
         # Splits the system prompt's node while the first request decodes.
         after(events[0], generate(engine, SYSTEM[:50] + tokens(3, 30), 24)),
         # Shares part of the first request's own prompt.
