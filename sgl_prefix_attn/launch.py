@@ -100,8 +100,8 @@ def append(ws: Workspace, seq_lens, out_cache_loc):
 class ForwardLauncher:
     """Runs a loaded plan: one forward launch a tile, on parallel streams or in turn, then merge.
 
-    All tiles of the set are launched every time, whether this plan uses them or not: a captured
-    graph must serve any later plan.
+    All tiles that a plan of so many rows may use are launched every time, whether this plan uses
+    them or not: a captured graph must serve any later plan.
     """
 
     def __init__(self, heads: HeadConfig, tile_set: TileSet, device: torch.device, parallel: bool):
@@ -121,8 +121,9 @@ class ForwardLauncher:
         main = torch.cuda.current_stream() if self.streams else None
         if self.streams:
             self.fork.record(main)
+        usable = self.tile_set.usable(layer.out.shape[0], self.heads.num_kv_heads)
         # the largest tiles first: their items are the longest
-        for i in reversed(range(len(self.tile_set.tiles))):
+        for i in reversed(usable):
             if self.streams and i > 0:
                 side = self.streams[i - 1]
                 side.wait_event(self.fork)
@@ -131,8 +132,9 @@ class ForwardLauncher:
                 self.joins[i - 1].record(side)
             else:
                 self._forward(ws, layer, i)
-        for join in self.joins:
-            main.wait_event(join)
+        if self.streams:
+            for i in usable[1:]:
+                main.wait_event(self.joins[i - 1])
         self._merge(ws, layer)
 
     def _forward(self, ws: Workspace, layer: Layer, i_tile: int) -> None:

@@ -80,6 +80,18 @@ class TileSet:
                     f"{tile} cannot hold {requests} request(s) of {group_size} query heads each"
                 )
 
+    def packs_tails(self, num_short: int, num_kv_heads: int) -> bool:
+        """Whether so many short tails are packed: the fewer there are, the less packing pays."""
+        if self.packed_tail is None:
+            return False
+        tickets = num_short // self.packed_tail.requests * num_kv_heads
+        return tickets >= self.packed_tickets
+
+    def usable(self, batch_size: int, num_kv_heads: int) -> list[int]:
+        """Tiles that a plan of at most batch_size requests may use, as indices into `tiles`."""
+        unused = None if self.packs_tails(batch_size, num_kv_heads) else self.packed_tail
+        return [i for i, tile in enumerate(self.tiles) if tile is not unused]
+
     @property
     def tiles(self) -> tuple[TileConfig, ...]:
         packed = (self.packed_tail,) if self.packed_tail else ()
@@ -125,12 +137,10 @@ def tile_packs(packs: Packs, tile_set: TileSet, costs: CostModel) -> Tiling:
     tails = np.flatnonzero(packs.tail >= 0)
     packed = tile_set.packed_tail
     short = np.empty(0, tails.dtype)
-    if packed:
-        is_short = kv_len[tails] <= tile_set.packed_len
-        tickets = np.count_nonzero(is_short) // packed.requests * costs.num_kv_heads
-        if tickets >= tile_set.packed_tickets:
-            tails, short = tails[~is_short], tails[is_short]
-            short = short[np.argsort(-kv_len[short], kind="stable")]
+    is_short = kv_len[tails] <= tile_set.packed_len
+    if tile_set.packs_tails(np.count_nonzero(is_short), costs.num_kv_heads):
+        tails, short = tails[~is_short], tails[is_short]
+        short = short[np.argsort(-kv_len[short], kind="stable")]
     order = np.concatenate([shared, tails, short])
     singles = shared.size + tails.size
     step = packed.requests if packed else 1

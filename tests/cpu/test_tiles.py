@@ -69,6 +69,21 @@ def test_short_tails_are_packed_only_where_enough_remain():
     assert sizes(tickets=5) == {0: [1] * 10}
 
 
+@pytest.mark.parametrize("batch", [1, 3, 7, 8, 9, 40])
+def test_a_graph_launches_every_tile_that_a_plan_of_its_size_may_use(batch):
+    packed = TileConfig(16, 32, requests=4)
+    tiles = tile_set(packed_tail=packed, packed_len=32, packed_tickets=4)
+    usable = tiles.usable(batch, HEADS.num_kv_heads)
+    assert usable == ([0, 1, 2, 3] if batch >= 8 else [0, 2, 3])
+    for requests in range(1, batch + 1):  # the rest of the graph's rows is padding
+        plan = naive_plan(path_table([(-1, 20)], [0] * requests, [1] * requests), tiles)
+        assert {t for t, queue in items(plan) if len(queue)} <= set(usable)
+
+
+def test_without_packed_tails_every_tile_is_usable():
+    assert tile_set().usable(1, 1) == [0, 1, 2]
+
+
 def test_no_split_below_min_split():
     paths = path_table([(-1, 127)], [0, 0], [127, 128])
     tiles = tile_set(min_split=128, longest=1e-6)
