@@ -268,10 +268,10 @@ class Counting:
 
 def requests_of(paths):
     """Requests and tree nodes, as SGLang has them, for a PathTable."""
-    root = Node(None, 0, range(0))
+    root = Node(None, 0, torch.empty(0))
     nodes = []
     for i, (parent, length) in enumerate(zip(paths.parent, paths.length, strict=True)):
-        nodes.append(Node(nodes[parent] if parent >= 0 else root, i + 1, range(int(length))))
+        nodes.append(Node(nodes[parent] if parent >= 0 else root, i + 1, torch.empty(int(length))))
     reqs = []
     for i, leaf in enumerate(paths.leaf):
         node, total = (nodes[leaf] if leaf >= 0 else root), 0
