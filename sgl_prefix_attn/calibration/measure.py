@@ -11,7 +11,7 @@ from sgl_prefix_attn.calibration.batches import Batch, prefix_lens
 from sgl_prefix_attn.calibration.timing import LayerTimer
 from sgl_prefix_attn.executor import Capacity, PlanExecutor
 from sgl_prefix_attn.plan import Planner
-from sgl_prefix_attn.records import PathTable, Plan
+from sgl_prefix_attn.records import HeadConfig, PathTable, Plan
 
 _STOCK_WORKSPACE = 512 << 20
 _COLD_BYTES = 400e6  # a graph reads this much KV, so that no layer finds its own in the L2 cache
@@ -121,7 +121,7 @@ class BatchMeter:
             self._stock_workspace,
             "NHD",
             use_cuda_graph=True,
-            use_tensor_cores=self.heads.group_size >= 4,
+            use_tensor_cores=tensor_cores(self.heads, self.dtype),
             paged_kv_indptr_buffer=indptr.to(self.device),
             paged_kv_indices_buffer=indices,
             paged_kv_last_page_len_buffer=last.to(self.device),
@@ -145,6 +145,11 @@ class BatchMeter:
             return wrapper.run(q, (k.unsqueeze(1), v.unsqueeze(1)), out=outs[layer])
 
         return LayerTimer(run, len(layers), self.device, True)
+
+
+def tensor_cores(heads: HeadConfig, dtype: torch.dtype) -> bool:
+    """Whether SGLang 0.5.17 lets FlashInfer decode with tensor cores (should_use_tensor_core)."""
+    return heads.group_size >= 4 and dtype in (torch.float16, torch.bfloat16)
 
 
 def _slots(paths: PathTable, page_size: int, device) -> tuple[torch.Tensor, int]:

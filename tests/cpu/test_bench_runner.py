@@ -12,10 +12,10 @@ from eval.bench_kernel.candidate import Candidate
 from eval.bench_kernel.case import build_case
 from eval.bench_kernel.floor import Rates
 from eval.bench_kernel.providers.fa3 import FlashAttention3Runnable
-from eval.bench_kernel.providers.flashinfer_decode import tensor_cores
 from eval.bench_kernel.providers.plain_torch import PlainTorch
 from eval.bench_kernel.runner import DeviceLost, Setting, compare
 from eval.bench_kernel.trees import parse_tree
+from sgl_prefix_attn.calibration.measure import tensor_cores
 from sgl_prefix_attn.records import HeadConfig
 
 HEADS = HeadConfig(4, 2, 32)

@@ -6,14 +6,9 @@ import torch
 
 from eval.bench_kernel.case import Case
 from eval.bench_kernel.providers.base import BaseProvider
-from sgl_prefix_attn.records import HeadConfig
+from sgl_prefix_attn.calibration.measure import tensor_cores
 
 _WORKSPACE_BYTES = 2 << 30
-
-
-def tensor_cores(heads: HeadConfig, dtype: torch.dtype) -> bool:
-    """Whether SGLang 0.5.17 decodes with tensor cores (its should_use_tensor_core)."""
-    return heads.group_size >= 4 and dtype in (torch.float16, torch.bfloat16)
 
 
 class FlashInferDecode(BaseProvider):
