@@ -213,7 +213,9 @@ class PrefixAttnBackend(AttentionBackend):
             out = self._graph_out[: len(q)]
         else:
             out = torch.empty_like(q)
-            out[self._executor.plan.batch_size :] = 0  # padding rows, as in init_cuda_graph_state
+            batch_size = self._executor.plan.batch_size
+            if len(q) > batch_size:
+                out[batch_size:] = 0  # padding rows, as in init_cuda_graph_state
         self._executor.run(
             q,
             self.token_to_kv_pool.get_key_buffer(layer.layer_id),

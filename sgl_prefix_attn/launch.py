@@ -122,6 +122,7 @@ class ForwardLauncher:
         if self.streams:
             self.fork.record(main)
         usable = self.tile_set.usable(layer.out.shape[0], self.heads.num_kv_heads)
+        joins = []
         # the largest tiles first: their items are the longest
         for i in reversed(usable):
             if self.streams and i > 0:
@@ -129,12 +130,12 @@ class ForwardLauncher:
                 side.wait_event(self.fork)
                 with torch.cuda.stream(side):
                     self._forward(ws, layer, i)
-                self.joins[i - 1].record(side)
+                joins.append(self.joins[i - 1])
+                joins[-1].record(side)
             else:
                 self._forward(ws, layer, i)
-        if self.streams:
-            for i in usable[1:]:
-                main.wait_event(self.joins[i - 1])
+        for join in joins:
+            main.wait_event(join)
         self._merge(ws, layer)
 
     def _forward(self, ws: Workspace, layer: Layer, i_tile: int) -> None:
