@@ -94,7 +94,6 @@ def shared_kernel(
 
     ticket = tl.program_id(0)
     while ticket < num_tickets:
-        next_ticket = tl.atomic_add(ticket_ptr, 1, sem="relaxed") + tl.num_programs(0)
         p_item = p_items + (ticket // NUM_KV_HEADS) * ITEM_WORDS
         i_head = ticket % NUM_KV_HEADS
         i_split = tl.load(p_item + I_SPLIT)
@@ -129,6 +128,8 @@ def shared_kernel(
                 mask_d, qk_scale, logits_soft_cap, BLOCK_N, True, HAS_SOFT_CAP,
             )  # fmt: skip
 
+        # its latency hides behind the store
+        next_ticket = tl.atomic_add(ticket_ptr, 1, sem="relaxed") + tl.num_programs(0)
         store(
             b_acc, b_max, b_sum, b_row, b_slot, i_qo_head, mask_m, offs_d, mask_d,
             out_ptr, out_lse_ptr, partial_out_ptr, partial_state_ptr, stride_out,

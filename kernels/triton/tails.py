@@ -74,7 +74,6 @@ def tails_kernel(
 
     ticket = tl.program_id(0)
     while ticket < num_tickets:
-        next_ticket = tl.atomic_add(ticket_ptr, 1, sem="relaxed") + tl.num_programs(0)
         p_item = p_items + (ticket // NUM_KV_HEADS) * ITEM_WORDS
         i_head = ticket % NUM_KV_HEADS
         num_queries = tl.load(p_item + I_NUM_QUERIES)
@@ -128,6 +127,8 @@ def tails_kernel(
             b_v = tl.load(p_v[None, :] + b_index[:, None] * stride_v, mask=mask_nd, other=0.0)
             b_max, b_sum, b_acc = attend(b_s, b_v, b_max, b_sum, b_acc)
 
+        # its latency hides behind the store
+        next_ticket = tl.atomic_add(ticket_ptr, 1, sem="relaxed") + tl.num_programs(0)
         store(
             b_acc, b_max, b_sum, b_row, b_slot, i_qo_head, mask_m, offs_d, mask_d,
             out_ptr, out_lse_ptr, partial_out_ptr, partial_state_ptr, stride_out,

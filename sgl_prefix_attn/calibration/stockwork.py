@@ -7,12 +7,12 @@ the pieces of the first KV head in the batch's order, then those of the next.
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 
 import numpy as np
 
 from sgl_prefix_attn.jit import cached_njit
+from sgl_prefix_attn.plan.work import busiest_cta
 
 CTAS = 2  # a multiprocessor
 SHORTEST_PIECE = 128  # KV tokens
@@ -47,7 +47,7 @@ def stock_work(seq_lens: np.ndarray, unique: int, num_sms: int, num_kv_heads: in
         unique=unique,
         longest=int(lens.max()),
         pieces=pieces.size,
-        chain=_busiest_cta(cost, num_kv_heads, CTAS * num_sms),
+        chain=busiest_cta(cost, num_kv_heads, CTAS * num_sms),
     )
 
 
@@ -75,17 +75,3 @@ def _pieces(lens, slots):
             pieces[i] = min(low, n - start)
             i += 1
     return pieces
-
-
-@cached_njit
-def _busiest_cta(cost, num_kv_heads, slots):
-    """When the last of `slots` CTAs is done, if each takes the next piece when it is free: cost
-    float [n] of the pieces of one KV head, handed out head after head."""
-    free = [0.0 for _ in range(min(slots, cost.size * num_kv_heads))]
-    last = 0.0
-    for _ in range(num_kv_heads):
-        for piece in cost:
-            end = free[0] + piece
-            heapq.heapreplace(free, end)
-            last = max(last, end)
-    return last

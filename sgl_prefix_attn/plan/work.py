@@ -29,7 +29,8 @@ def plan_work(tiling: Tiling, num_partials: int, tile_set: TileSet, heads: HeadC
     def longest(mask: np.ndarray, ctas: int) -> float:
         chosen = order[mask[order]]
         slots = max(1, tile_set.num_sms * ctas // heads.num_kv_heads)
-        return _busiest_cta(np.repeat(tokens[chosen], items[chosen]), slots)
+        cost = np.repeat(tokens[chosen], items[chosen]) + ITEM_TOKENS
+        return busiest_cta(cost, 1, slots)
 
     return PlanWork(
         tail_tokens=int(tiling.tokens[~shared].sum()),
@@ -45,17 +46,14 @@ def plan_work(tiling: Tiling, num_partials: int, tile_set: TileSet, heads: HeadC
 
 
 @cached_njit
-def _busiest_cta(tokens, slots):
-    """KV tokens on the busiest of `slots` CTAs, its items' fixed cost included: tokens float [n] of
-    the items in the queue's order. As in the kernels, a CTA takes its next item when it starts one,
-    so that the heaviest item is followed by the heaviest of the second round."""
-    starts = [(0.0, cta) for cta in range(min(slots, tokens.size))]  # when, and which item
-    taken, last = slots, 0.0
-    while len(starts) > 0:
-        start, item = heapq.heappop(starts)
-        end = start + tokens[item] + ITEM_TOKENS
-        last = max(last, end)
-        if taken < tokens.size:
-            heapq.heappush(starts, (end, taken))
-            taken += 1
+def busiest_cta(cost, repeats, slots):
+    """When the last of `slots` CTAs is done, if each takes the next piece of work when it is free:
+    cost float [n] of the pieces in their order, all of them handed out `repeats` times in turn."""
+    free = [0.0 for _ in range(min(slots, cost.size * repeats))]
+    last = 0.0
+    for _ in range(repeats):
+        for piece in cost:
+            end = free[0] + piece
+            heapq.heapreplace(free, end)
+            last = max(last, end)
     return last

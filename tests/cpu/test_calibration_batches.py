@@ -171,14 +171,10 @@ def plain_plan_work(tiling, partials, tile_set, heads):
     chains = {}
     for kind, ctas in (("tail", TAIL_CTAS), ("shared", SHARED_CTAS)):
         slots = max(1, tile_set.num_sms * ctas // heads.num_kv_heads)
-        waiting = sorted(items[kind], reverse=True)
-        held = [waiting.pop(0) for _ in range(min(slots, len(waiting)))]  # the next item of a CTA
-        free = [0] * len(held)
-        while any(item is not None for item in held):
-            cta = min((free[i], i) for i, item in enumerate(held) if item is not None)[1]
-            free[cta] += held[cta] + ITEM_TOKENS
-            held[cta] = waiting.pop(0) if waiting else None
-        chains[f"{kind}_chain"] = max(free, default=0)
+        free = [0] * slots
+        for item in sorted(items[kind], reverse=True):  # each on the CTA that is free first
+            free[free.index(min(free))] += item + ITEM_TOKENS
+        chains[f"{kind}_chain"] = max(free)
     return sums | chains | {"partials": partials}
 
 
