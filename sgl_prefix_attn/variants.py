@@ -8,6 +8,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -19,6 +20,15 @@ LIMIT = "SGL_PREFIX_ATTN_MAX_VARIANT_BS"
 def prefix_label(label: str | None) -> str:
     """ShapeKey.variant_label of the prefix graph beside the stock graph with this label."""
     return "prefix" if label is None else f"{label}+prefix"
+
+
+@dataclass(frozen=True)
+class GraphCost:
+    """What the prefix graphs took beside SGLang's own."""
+
+    graphs: int = 0
+    seconds: float = 0.0
+    bytes: int = 0
 
 
 class GraphVariants:
@@ -40,9 +50,7 @@ class GraphVariants:
         self._sizes: list[int] = []  # that SGLang captures, ascending
         self._with_prefix: set[int] = set()
         self._failed = False
-        self._graphs = 0
-        self._seconds = 0.0
-        self._bytes = 0
+        self.cost = GraphCost()
 
     def problem(self, batch_size: int) -> str | None:
         """Why a step of this batch size cannot replay a prefix graph; None when it can, or when
@@ -69,27 +77,30 @@ class GraphVariants:
         if size > self.max_bs or self._failed:
             return
         free, start = device.mem_get_info()[0], time.perf_counter()
-        self.capturing = True
+        self.capturing, captured = True, 0
         try:
             capture_one()
             self._with_prefix.add(size)
-            self._graphs += 1
+            captured = 1
         except Exception as error:
             self._give_up(size, error, device)
         finally:
             self.capturing = False
-        self._seconds += time.perf_counter() - start
-        self._bytes += free - device.mem_get_info()[0]
+        self.cost = GraphCost(
+            self.cost.graphs + captured,
+            self.cost.seconds + time.perf_counter() - start,
+            self.cost.bytes + free - device.mem_get_info()[0],
+        )
 
     def log_cost(self) -> None:
         """One line about all prefix graphs; nothing when there are none."""
-        if self._graphs:
+        if self.cost.graphs:
             logger.info(
                 "decode CUDA graphs with prefix kernels: %d graphs took %.1f s and %.0f MiB beside "
                 "SGLang's own; %s limits the batch size up to which they are captured",
-                self._graphs,
-                self._seconds,
-                self._bytes / 2**20,
+                self.cost.graphs,
+                self.cost.seconds,
+                self.cost.bytes / 2**20,
                 LIMIT,
             )
 

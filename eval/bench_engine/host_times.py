@@ -1,7 +1,7 @@
 """SGLang plugin of the benchmark: times our host code in the scheduler process.
 
-Loaded into the engine only by eval.engine_process. Writes steps by decision and the host time of
-steady prefix steps (no new plan) to $EVAL_HOST_TIMES.
+Loaded into the engine only by eval.engine_process. Writes steps by decision, the host time of
+steady prefix steps (no new plan) and what the prefix graphs took to $EVAL_HOST_TIMES.
 """
 
 from __future__ import annotations
@@ -23,10 +23,16 @@ def register() -> None:
     if not target:
         return
     from sgl_prefix_attn.stepstate import StepPreparer
+    from sgl_prefix_attn.variants import GraphVariants
 
-    prepare = StepPreparer.prepare
+    prepare, log_cost = StepPreparer.prepare, GraphVariants.log_cost
     steps: Counter = Counter()
     steady: list[float] = []
+    graphs: dict = {}
+
+    def noted(self):
+        graphs.update(vars(self.cost))
+        log_cost(self)
 
     def timed(self, *args, **kwargs):
         start = time.perf_counter()
@@ -36,19 +42,20 @@ def register() -> None:
         if step.is_prefix and step.new_plan is None:
             steady.append(seconds)
         if steps.total() % _WRITE_EVERY == 0:
-            _write(Path(target), self.counters, steps, steady)
+            _write(Path(target), self.counters, steps, steady, graphs)
         return step
 
-    StepPreparer.prepare = timed
+    StepPreparer.prepare, GraphVariants.log_cost = timed, noted
 
 
-def _write(target: Path, counters, steps: Counter, steady: list[float]) -> None:
+def _write(target: Path, counters, steps: Counter, steady: list[float], graphs: dict) -> None:
     part = target.with_suffix(".part")
     part.write_text(
         json.dumps(
             {
                 "steps": dict(steps),
                 "plans": dict(counters.plans),
+                "graphs": graphs,
                 "plan_ms_mean": 1e3 * counters.plan_seconds / max(1, sum(counters.plans.values())),
                 "steady_us": 1e6 * statistics.median(steady[-_WINDOW:]) if steady else None,
             }

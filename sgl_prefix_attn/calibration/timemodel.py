@@ -157,8 +157,9 @@ def stock_features(work: StockWork, us: float) -> np.ndarray:
             work.pieces,
             work.longest,
             us,
-            # weighted up: an uneven batch behaves unlike any even one
-            (work.chain * work.batch_size / work.tokens) ** 2,
+            work.chain * work.batch_size / work.tokens,
+            # where all are as long, CTAs read shared KV in step and overlap it with nothing else
+            work.longest * work.batch_size / work.tokens,
         )
     )
 

@@ -33,10 +33,9 @@ class GpuRates:
 
 
 # H100 and H200 as `sgl-prefix-attn calibrate` measured them for 32/8 heads of 128; the other rows
-# are estimates. The shipped calibrations have a lower mma: while it was measured, most CTAs had no
-# item in the last wave.
+# are estimates.
 GPU_RATES = {
-    "H100": GpuRates(bandwidth=2.94e6, mma=347e6, item=5.9, ctas=396, launch=4.1),
+    "H100": GpuRates(bandwidth=2.94e6, mma=338e6, item=6.0, ctas=396, launch=3.1),
     "H200": GpuRates(bandwidth=4.24e6, mma=336e6, item=6.2, ctas=396, launch=4.0),
     "A100": GpuRates(bandwidth=1.7e6, mma=150e6, item=6.0, ctas=324, launch=6.0),
     "other": GpuRates(bandwidth=1.0e6, mma=100e6, item=6.0, ctas=200, launch=6.0),
