@@ -17,6 +17,9 @@ from operator import is_not
 
 import numpy as np
 
+# Steps whose lengths are worked out together: one numpy call a step is a tenth of its host time.
+_AHEAD = 32
+
 CAUSES = ("first", "capture", "composition", "mapping", "lengths", "headroom")
 
 
@@ -32,7 +35,8 @@ class PlanLifetime:
         self._invalid: str | None = "first"
         self._reqs: list = []
         self._mapping: list = []
-        self._next_lens = np.zeros(0, np.int64)
+        self._next_lens = np.zeros(0, np.int64)  # of the first step that _expected does not hold
+        self._expected: list[bytes] = []  # lengths of the next steps, the nearest last
         self._appends_left = 0
 
     def stale(self, reqs: Sequence, seq_lens: np.ndarray) -> str | None:
@@ -45,7 +49,7 @@ class PlanLifetime:
         if self._mapping != mapping or any(map(is_not, self._mapping[2::3], mapping[2::3])):
             return "mapping"
         # As bytes: in a running server numpy's comparison takes several times as long.
-        if self._next_lens.tobytes() != seq_lens.tobytes():
+        if self._next_bytes() != seq_lens.tobytes():
             return "lengths"
         if self._appends_left <= 0:
             return "headroom"
@@ -56,14 +60,23 @@ class PlanLifetime:
         self._invalid = None
         self._reqs = list(reqs)
         self._mapping = _mapping(reqs)
-        self._next_lens = seq_lens.copy()
+        self._next_lens, self._expected = seq_lens.copy(), []
         # stepped() is also called for the planned step itself, whose token the plan holds.
         self._appends_left = appends_left + 1
 
     def stepped(self) -> None:
         """A prefix step runs on the plan: every request grows by one token."""
-        self._next_lens += 1
+        self._next_bytes()
+        self._expected.pop()
         self._appends_left -= 1
+
+    def _next_bytes(self) -> bytes:
+        """Lengths of the next step."""
+        if not self._expected:
+            ahead = np.arange(_AHEAD, dtype=self._next_lens.dtype)[::-1, None]
+            self._expected = [lens.tobytes() for lens in self._next_lens + ahead]
+            self._next_lens += _AHEAD
+        return self._expected[-1]
 
     def invalidate(self, cause: str) -> None:
         """The next step plans anew and reports this cause (one of CAUSES)."""

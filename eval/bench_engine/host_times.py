@@ -1,7 +1,8 @@
 """SGLang plugin of the benchmark: times our host code in the scheduler process.
 
 Loaded into the engine only by eval.engine_process. Writes steps by decision, the host time of
-steady prefix steps (no new plan) and what the prefix graphs took to $EVAL_HOST_TIMES.
+steady prefix steps (from SGLang's hand-over of the batch to the decision; no new plan) and what the
+prefix graphs took to $EVAL_HOST_TIMES.
 """
 
 from __future__ import annotations
@@ -25,27 +26,45 @@ def register() -> None:
     from sgl_prefix_attn.stepstate import StepPreparer
     from sgl_prefix_attn.variants import GraphVariants
 
-    prepare, log_cost = StepPreparer.prepare, GraphVariants.log_cost
+    start_preparer, prepare = StepPreparer.__init__, StepPreparer.prepare
+    log_cost = GraphVariants.log_cost
+    prepared: list = []
     steps: Counter = Counter()
     steady: list[float] = []
     graphs: dict = {}
 
-    def noted(self):
+    def noting_the_step(self, *args, **kwargs):
+        prepared[:] = [prepare(self, *args, **kwargs)]
+        return prepared[0]
+
+    def timed(observe):
+        def observing(self, *args, **kwargs):
+            prepared.clear()
+            start = time.perf_counter()
+            observe(self, *args, **kwargs)
+            seconds = time.perf_counter() - start
+            for step in prepared:  # none where the batch does not decode
+                steps[f"{step.decision.variant}:{step.decision.reason}"] += 1
+                if step.is_prefix and step.new_plan is None:
+                    steady.append(seconds)
+                if steps.total() % _WRITE_EVERY == 0:
+                    _write(Path(target), self.counters, steps, steady, graphs)
+
+        return observing
+
+    def noting_the_cost(self):
         graphs.update(vars(self.cost))
         log_cost(self)
 
-    def timed(self, *args, **kwargs):
-        start = time.perf_counter()
-        step = prepare(self, *args, **kwargs)
-        seconds = time.perf_counter() - start
-        steps[f"{step.decision.variant}:{step.decision.reason}"] += 1
-        if step.is_prefix and step.new_plan is None:
-            steady.append(seconds)
-        if steps.total() % _WRITE_EVERY == 0:
-            _write(Path(target), self.counters, steps, steady, graphs)
-        return step
+    def watching_the_backend(self, *args, **kwargs):
+        # Not when SGLang loads its plugins: the backend imports much of SGLang.
+        from sgl_prefix_attn.backend import PrefixAttnBackend
 
-    StepPreparer.prepare, GraphVariants.log_cost = timed, noted
+        PrefixAttnBackend.observe = timed(PrefixAttnBackend.observe)
+        start_preparer(self, *args, **kwargs)
+
+    StepPreparer.__init__, StepPreparer.prepare = watching_the_backend, noting_the_step
+    GraphVariants.log_cost = noting_the_cost
 
 
 def _write(target: Path, counters, steps: Counter, steady: list[float], graphs: dict) -> None:

@@ -35,6 +35,20 @@ def test_steady_steps_stay_valid_until_the_headroom_is_full(world, planned):
     assert planned.stale(world.reqs, world.seq_lens(10)) == "headroom"
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_lengths_are_compared_at_every_step_of_a_long_run(world, dtype):
+    lifetime, first = PlanLifetime(), world.seq_lens().astype(dtype)
+    lifetime.planned(world.reqs, first, appends_left=200)
+    for step in range(100):
+        assert lifetime.stale(world.reqs, first + dtype(step)) is None
+        for wrong in (step - 1, step + 1, step + 32):
+            assert lifetime.stale(world.reqs, first + dtype(wrong)) == "lengths"
+        one_ahead = first + dtype(step)
+        one_ahead[-1] += 1
+        assert lifetime.stale(world.reqs, one_ahead) == "lengths"
+        lifetime.stepped()
+
+
 def test_condition_a_other_requests(world, planned):
     joined = World()
     newcomer = joined.add([0, 1])
