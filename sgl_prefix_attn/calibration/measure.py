@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from sgl_prefix_attn.calibration.batches import Batch, prefix_lens
-from sgl_prefix_attn.calibration.timing import LayerTimer
+from sgl_prefix_attn.calibration.timing import LayerTimer, medians_us
 from sgl_prefix_attn.executor import Capacity, PlanExecutor
 from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.records import HeadConfig, PathTable, Plan
@@ -78,7 +78,7 @@ class BatchMeter:
         stock.replay()
         prefix.replay()
         _compare(batch, stock.outs[0], prefix.outs[0])
-        return Measurement(stock_us=stock.us(), prefix_us=prefix.us())
+        return Measurement(*medians_us([stock, prefix]))
 
     def prefix_us(self, plan: Plan, paths: PathTable) -> float:
         """Time of any plan over the KV of `paths`; its results are not looked at."""

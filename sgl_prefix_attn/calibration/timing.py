@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -21,8 +21,8 @@ class LayerTimer:
         self, run: Callable[[int], torch.Tensor], layers: int, device: torch.device, capture: bool
     ):
         self._run = run
-        self._layers = layers
-        self._device_type = device.type
+        self.layers = layers
+        self.device_type = device.type
         self.outs: list[torch.Tensor] = []
         self._graph = None
         if device.type == "cuda" and capture:
@@ -36,30 +36,28 @@ class LayerTimer:
         if self._graph is not None:
             self._graph.replay()
         else:
-            self.outs = [self._run(layer) for layer in range(self._layers)]
+            self.outs = [self._run(layer) for layer in range(self.layers)]
 
     def us(self) -> float:
         """Median microseconds a layer."""
-        for _ in range(2):
-            self.replay()
-        repeats = _REPLAYS[self._device_type]
-        return _median(self._replay_us() for _ in range(repeats)) / self._layers
+        return medians_us([self])[0]
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for layer in (0, 1 % self._layers):
+            for layer in (0, 1 % self.layers):
                 self._run(layer)
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self.outs = [self._run(layer) for layer in range(self._layers)]
+            self.outs = [self._run(layer) for layer in range(self.layers)]
         return graph
 
-    def _replay_us(self) -> float:
-        if self._device_type == "cpu":
+    def replay_us(self) -> float:
+        """Microseconds of all layers, once."""
+        if self.device_type == "cpu":
             start = time.perf_counter()
             self.replay()
             return (time.perf_counter() - start) * 1e6
@@ -69,6 +67,18 @@ class LayerTimer:
         end.record()
         torch.cuda.synchronize()
         return begin.elapsed_time(end) * 1e3
+
+
+def medians_us(timers: Sequence[LayerTimer]) -> list[float]:
+    """Median microseconds a layer of each. Their replays take turns: the GPU's clocks, which move
+    meanwhile, are the same for all of them."""
+    for timer in [*timers, *timers]:
+        timer.replay()
+    turns = [
+        [timer.replay_us() for timer in timers] for _ in range(_REPLAYS[timers[0].device_type])
+    ]
+    medians = map(_median, zip(*turns, strict=True))
+    return [us / timer.layers for us, timer in zip(medians, timers, strict=True)]
 
 
 def plan_us(plan: Callable[[], None], device: torch.device) -> float:
