@@ -15,7 +15,7 @@ STOCK = "stock"
 
 # Predicted stock time over prefix time from which prefix kernels run, where KV is shared and where
 # none is, by the source of the calibration. Measured predictions err by a few per cent: with these
-# gains 4 of 3900 cross-validated batches are slower than stock by more than 3 % and 2 us a layer,
+# gains 4 of 5100 cross-validated batches are slower than stock by more than 3 % and 2 us a layer,
 # and no unshared one by more than 1 % and 1 us. Where nothing is shared a gain is believed later:
 # such batches are many, and stock kernels are made for them. A calibration that was not measured on
 # such layers, or not on such a GPU, has to promise more.

@@ -36,7 +36,7 @@ class GpuRates:
 # are estimates.
 GPU_RATES = {
     "H100": GpuRates(bandwidth=2.94e6, mma=338e6, item=6.0, ctas=396, launch=3.1),
-    "H200": GpuRates(bandwidth=4.24e6, mma=336e6, item=6.2, ctas=396, launch=4.0),
+    "H200": GpuRates(bandwidth=4.24e6, mma=343e6, item=6.5, ctas=396, launch=2.9),
     "A100": GpuRates(bandwidth=1.7e6, mma=150e6, item=6.0, ctas=324, launch=6.0),
     "other": GpuRates(bandwidth=1.0e6, mma=100e6, item=6.0, ctas=200, launch=6.0),
 }
