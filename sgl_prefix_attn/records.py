@@ -141,8 +141,9 @@ class PlanWork:
     shared_rows    shared tokens times the rows of the tiles over them
     tail_items, shared_items  work items, each run once a KV head
     tail_chain, shared_chain  KV tokens on the busiest CTA, in whole blocks of a tile, its work
-                   items' fixed cost included
-    partials       partial rows
+                   items' fixed cost included; that of tails with the wait for shared CTAs
+    partials       partial rows ...
+    most_parts     ... and how many of them the request with most of them has, 0 without any
     """
 
     tail_tokens: int
@@ -154,6 +155,7 @@ class PlanWork:
     tail_chain: float
     shared_chain: float
     partials: int
+    most_parts: int
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 _COEFFICIENTS = {"stock": STOCK_COEFFICIENTS, "prefix": PREFIX_COEFFICIENTS}
 FEATURES = {
     "stock": stock_features(StockWork(1, 1, 1, 1, 1, 1.0), 1.0).size,
-    "prefix": prefix_features(PlanWork(1, 1, 1, 1, 1, 1, 1.0, 1.0, 1), 1.0).size,
+    "prefix": prefix_features(PlanWork(1, 1, 1, 1, 1, 1, 1.0, 1.0, 1, 1), 1.0).size,
 }
 
 

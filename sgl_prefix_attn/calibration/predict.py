@@ -26,7 +26,7 @@ class Predictor:
         self.source = calibration.source
         # Compile the loops now (some seconds): not in the first decode step of a server.
         self.stock(np.ones(1, np.int64), 1)
-        self.prefix(PlanWork(1, 1, 1, 1, 1, 1, 1.0, 1.0, 1))
+        self.prefix(PlanWork(1, 1, 1, 1, 1, 1, 1.0, 1.0, 1, 1))
 
     def stock(self, seq_lens: np.ndarray, unique: int) -> float:
         """Of FlashInfer with lengths seq_lens int [B], padding rows of a graph included as 1;

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sgl_prefix_attn.jit import cached_njit
-from sgl_prefix_attn.plan.work import busiest_cta
+from sgl_prefix_attn.plan.work import run_queue
 
 CTAS = 2  # a multiprocessor
 SHORTEST_PIECE = 128  # KV tokens
@@ -47,7 +47,7 @@ def stock_work(seq_lens: np.ndarray, unique: int, num_sms: int, num_kv_heads: in
         unique=unique,
         longest=int(lens.max()),
         pieces=pieces.size,
-        chain=busiest_cta(cost, num_kv_heads, CTAS * num_sms),
+        chain=run_queue(cost, num_kv_heads, np.zeros(CTAS * num_sms)),
     )
 
 

@@ -34,6 +34,7 @@ PREFIX_COEFFICIENTS = (
     ("tail_item", 0.008, 0.0, 1.0),  # us a work item and KV head
     ("shared_item", 0.012, 0.0, 1.0),
     ("partial", 1.0, 0.0, 10.0),
+    ("part", 0.1, 0.0, 2.0),  # us a partial result of one request: merge takes them in turn
     ("bandwidth", 1.0, 0.3, 4.0),
     ("reread", 0.1, 0.0, 4.0),
     ("mma", 0.3, 0.0, 4.0),
@@ -129,7 +130,8 @@ def stock_physical(c, work: StockWork, costs: CostModel) -> float:
 
 def prefix_physical(c, work: PlanWork, costs: CostModel) -> float:
     (
-        launch, merge, tail_item, shared_item, partial, bandwidth, reread, mma, tail, shared, norm
+        launch, merge, tail_item, shared_item, partial, part, bandwidth, reread, mma, tail, shared,
+        norm,
     ) = c  # fmt: skip
     heads = costs.num_kv_heads
     busy = (
@@ -143,6 +145,7 @@ def prefix_physical(c, work: PlanWork, costs: CostModel) -> float:
         + merge * (work.partials > 0)
         + heads * (tail_item * work.tail_items + shared_item * work.shared_items)
         + partial * costs.partial * work.partials
+        + part * work.most_parts
         + (busy**norm + busiest**norm) ** (1 / norm)
     )
 
@@ -175,6 +178,7 @@ def prefix_features(work: PlanWork, us: float) -> np.ndarray:
             work.tail_items + 1,
             work.shared_items + 1,
             work.partials + 10,
+            work.most_parts + 1,
             us,
         )
     )

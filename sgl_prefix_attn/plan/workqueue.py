@@ -32,7 +32,7 @@ def serialize(
     stand together, longest first.
     """
     batch = forest.tail_parent.size
-    words, index_slots, num_partials, num_items = _serialize(
+    words, index_slots, num_partials, most_parts, num_items = _serialize(
         packs.kv_start, packs.kv_end, packs.tail, packs.query_offset, packs.queries, batch,
         tiling.pack_order, tiling.job_offset, tiling.tile, tiling.row_tiles,
         tiling.queries_per_tile, tiling.splits, np.argsort(-tiling.item_time, kind="stable"),
@@ -56,7 +56,7 @@ def serialize(
         appends_left=headroom,
         seq_lens=forest.seq_lens.copy(),
         stats=stats,
-        work=plan_work(tiling, num_partials, tile_set, heads),
+        work=plan_work(tiling, num_partials, most_parts, tile_set, heads),
         forest=forest,
         merges=merges,
         packs=packs,
@@ -82,10 +82,11 @@ def _serialize(
             pack_splits[pack] = splits[job]
             for e in range(query_offset[pack], query_offset[pack + 1]):
                 parts[queries[e]] += splits[job]
-    num_merges = 0
+    num_merges, most_parts = 0, 0
     for row in range(batch):
         if parts[row] > 1:
             num_merges += 1
+            most_parts = max(most_parts, parts[row])
 
     segments = L.HEADER_WORDS
     tails = segments + num_packs * L.SEGMENT_WORDS
@@ -177,4 +178,4 @@ def _serialize(
                 words[w + L.I_ENTRY] = first_entry[job] + first
                 words[w + L.I_NUM_QUERIES] = min(queries_per_tile[job], num_queries[job] - first)
                 write[t] = w + L.ITEM_WORDS
-    return words, dst, num_partials, num_items
+    return words, dst, num_partials, most_parts, num_items

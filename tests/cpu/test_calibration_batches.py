@@ -26,7 +26,7 @@ from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.packs import make_packs
 from sgl_prefix_attn.plan.profit import choose_merges
 from sgl_prefix_attn.plan.tiles import tile_packs
-from sgl_prefix_attn.plan.work import ITEM_TOKENS, SHARED_CTAS, TAIL_CTAS
+from sgl_prefix_attn.plan.work import ITEM_TOKENS, SHARED_CTAS, SHARED_TOKEN, TAIL_CTAS
 from sgl_prefix_attn.records import HeadConfig
 from tests.cpu.forests import chain, owners, path_tables, planner
 
@@ -151,7 +151,7 @@ def test_the_order_of_requests_counts():
     assert chains == [1280 + PIECE_TOKENS, 1280 + PIECE_TOKENS + 128 + PIECE_TOKENS]
 
 
-def plain_plan_work(tiling, partials, tile_set, heads):
+def plain_plan_work(tiling, tile_set, heads):
     """Totals and chains, one work item at a time."""
     sums = {name: 0 for name in ("tail_tokens", "shared_tokens", "reread_tokens", "shared_rows",
                                  "tail_items", "shared_items")}  # fmt: skip
@@ -168,14 +168,31 @@ def plain_plan_work(tiling, partials, tile_set, heads):
         if kind == "shared":
             sums["reread_tokens"] += tokens * (rows - 1)
             sums["shared_rows"] += tokens * rows * tile.block_m
-    chains = {}
-    for kind, ctas in (("tail", TAIL_CTAS), ("shared", SHARED_CTAS)):
-        slots = max(1, tile_set.num_sms * ctas // heads.num_kv_heads)
-        free = [0] * slots
-        for item in sorted(items[kind], reverse=True):  # each on the CTA that is free first
-            free[free.index(min(free))] += item + ITEM_TOKENS
-        chains[f"{kind}_chain"] = max(free)
-    return sums | chains | {"partials": partials}
+    # one KV head's share of the CTAs; each item goes to the CTA that is free first
+    free = [0] * max(1, tile_set.num_sms * SHARED_CTAS // heads.num_kv_heads)
+    for item in sorted(items["shared"], reverse=True):
+        free[free.index(min(free))] += item + ITEM_TOKENS
+    # a shared CTA takes the room of two tails CTAs on its SM, a further one that of one more
+    sms, taken = max(1, tile_set.num_sms // heads.num_kv_heads), []
+    for i, end in enumerate(sorted(free, reverse=True)):
+        taken += [end * SHARED_TOKEN] * (2 if i < sms else 1)
+    slots = max(1, tile_set.num_sms * TAIL_CTAS // heads.num_kv_heads)
+    starts, last = (taken + [0] * slots)[:slots], 0
+    for item in sorted(items["tail"], reverse=True):
+        first = starts.index(min(starts))
+        starts[first] += item + ITEM_TOKENS
+        last = max(last, starts[first])
+    return sums | {"shared_chain": max(free), "tail_chain": last}
+
+
+def parts_of_requests(packs, tiling):
+    """Partial results that each request gets."""
+    parts = [0] * (packs.queries.max() + 1)
+    for job, splits in enumerate(tiling.splits):
+        for pack in tiling.pack_order[tiling.job_offset[job] : tiling.job_offset[job + 1]]:
+            for query in packs.queries[packs.query_offset[pack] : packs.query_offset[pack + 1]]:
+                parts[query] += int(splits)
+    return parts
 
 
 @settings(max_examples=60, deadline=None)
@@ -190,5 +207,10 @@ def test_plan_work(paths, heads, strategy):
     forest = build_forest(paths)
     packs = make_packs(forest, choose_merges(forest, strategy, maker.costs))
     tiling = tile_packs(packs, maker.tile_set, maker.costs)
-    wanted = plain_plan_work(tiling, plan.num_partials, maker.tile_set, heads)
+    parts = parts_of_requests(packs, tiling)
+    wanted = plain_plan_work(tiling, maker.tile_set, heads) | {
+        "partials": sum(n for n in parts if n > 1),
+        "most_parts": max((n for n in parts if n > 1), default=0),
+    }
+    assert wanted["partials"] == plan.num_partials
     assert vars(plan.work) == pytest.approx(wanted, rel=1e-12)
