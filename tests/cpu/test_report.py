@@ -169,7 +169,7 @@ def test_a_file_that_is_no_result_is_named(tmp_path, content, capsys):
     ("page", "names"),
     [
         ("README.md", ("kernel_h100_pat20", "engine_h100")),
-        ("docs/measurements.md", ("policy_h100", "trace_h100")),
+        ("docs/measurements.md", ("policy_h100", "trace_h100", "trace_h100_fa3")),
     ],
 )
 def test_a_page_says_what_the_result_files_say(page, names):
