@@ -34,7 +34,7 @@ class PlanLifetime:
     def __init__(self):
         self._invalid: str | None = "first"
         self._reqs: list = []
-        self._mapping: list = []
+        self._nodes, self._protected_lens, self._allocations = _mapping(())
         self._next_lens = np.zeros(0, np.int64)  # of the first step that _expected does not hold
         self._expected: list[bytes] = []  # lengths of the next steps, the nearest last
         self._appends_left = 0
@@ -45,8 +45,12 @@ class PlanLifetime:
             return self._invalid
         if self._reqs != reqs:
             return "composition"
-        mapping = _mapping(reqs)
-        if self._mapping != mapping or any(map(is_not, self._mapping[2::3], mapping[2::3])):
+        nodes, lengths, allocations = _mapping(reqs)
+        if nodes != self._nodes or lengths != self._protected_lens:
+            return "mapping"
+        # By identity: SGLang's ReqKvInfo compares by value, and one allocated anew may be equal
+        # (with the radix cache off nothing else changes then).
+        if any(map(is_not, allocations, self._allocations)):
             return "mapping"
         # As bytes: in a running server numpy's comparison takes several times as long.
         if self._next_bytes() != seq_lens.tobytes():
@@ -59,7 +63,7 @@ class PlanLifetime:
         """A plan was made for this batch; the step that follows needs no append from it."""
         self._invalid = None
         self._reqs = list(reqs)
-        self._mapping = _mapping(reqs)
+        self._nodes, self._protected_lens, self._allocations = _mapping(reqs)
         self._next_lens, self._expected = seq_lens.copy(), []
         # stepped() is also called for the planned step itself, whose token the plan holds.
         self._appends_left = appends_left + 1
@@ -84,8 +88,10 @@ class PlanLifetime:
             self._invalid = cause
 
 
-def _mapping(reqs: Sequence) -> list:
-    """What decides where the requests' KV lies, three entries each. The last, SGLang's ReqKvInfo,
-    is equal by value though allocated anew (with the radix cache off nothing else changes then), so
-    it is compared by identity. One pass, because each request is cold in the CPU's caches."""
-    return [x for req in reqs for x in (req.last_node, req.cache_protected_len, req.kv)]
+def _mapping(reqs: Sequence) -> tuple[list, list, list]:
+    """What decides where the requests' KV lies."""
+    return (
+        [req.last_node for req in reqs],
+        [req.cache_protected_len for req in reqs],
+        [req.kv for req in reqs],
+    )
