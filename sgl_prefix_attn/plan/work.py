@@ -60,13 +60,13 @@ def _chains(tokens, items, shared, num_sms: int, num_kv_heads: int) -> tuple[flo
 
     shared_ends = np.zeros(ctas(SHARED_CTAS))
     shared_chain = run_queue(queue(shared), 1, shared_ends)
-    room = np.sort(shared_ends)[::-1] * SHARED_TOKEN
-    beside_first, beside_others = room[: ctas(1)], room[ctas(1) :]
-    room = np.concatenate(
+    until = np.sort(shared_ends)[::-1] * SHARED_TOKEN
+    beside_first, beside_others = until[: ctas(1)], until[ctas(1) :]
+    waits = np.concatenate(
         [np.repeat(beside_first, DISPLACED[0]), np.repeat(beside_others, DISPLACED[1])]
     )
     tail_starts = np.zeros(ctas(TAIL_CTAS))
-    tail_starts[: room.size] = room[: tail_starts.size]
+    tail_starts[: waits.size] = waits[: tail_starts.size]
     return run_queue(queue(~shared), 1, tail_starts), shared_chain
 
 
@@ -75,7 +75,7 @@ def run_queue(cost, repeats, free):
     """When the last piece of work is done, if each goes to the CTA that is free first: cost float
     [n] of the pieces in their order, all of them handed out `repeats` times in turn. `free` float
     [slots], when each CTA is free, is brought up to date, in another order."""
-    heap = [when for when in free]
+    heap = list(free)
     heapq.heapify(heap)
     last = 0.0
     for _ in range(repeats):
