@@ -20,7 +20,7 @@ from sgl_prefix_attn.executor import PlanTooLarge
 from sgl_prefix_attn.lifetime import PlanLifetime
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.metrics.stepcount import StepCount
-from sgl_prefix_attn.policy import PREFIX, STOCK, STOCK_STEPS, BatchFacts, decide
+from sgl_prefix_attn.policy import PREFIX, STOCK_STEPS, BatchFacts, decide
 from sgl_prefix_attn.records import Decision, Plan
 from sgl_prefix_attn.tree import TreeInvariantError, check_paths, read_paths, unsupported_tree
 
@@ -85,7 +85,7 @@ class StepPreparer:
         self._running: str | None = None  # variant of the last step ...
         self._steps = 0  # ... and for how many steps without a break
         self._prefix_steps = 0
-        self._plain = Step(Decision(STOCK, "none"))  # the last one without a plan
+        self._plain: Step | None = None  # the last one without a plan
 
     def prepare(
         self, reqs: Sequence, tree_cache, seq_lens: np.ndarray, req_to_token: torch.Tensor
@@ -122,7 +122,7 @@ class StepPreparer:
 
     def _plain_step(self, decision: Decision) -> Step:
         """Kept for as long as the decision stands: making a record takes microseconds."""
-        if self._plain.decision is not decision:
+        if self._plain is None or self._plain.decision is not decision:
             self._plain = Step(decision)
         return self._plain
 

@@ -11,12 +11,55 @@ import json
 import os
 import statistics
 import time
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 
 ENV = "EVAL_HOST_TIMES"
 _WRITE_EVERY = 16  # steps; the engine is ended without notice
-_WINDOW = 1024  # latest steady steps that count: those of the current workload
+_WINDOW = 256  # latest steady steps that are kept ...
+_ENOUGH = 32  # ... and of how many at least a time is told
+
+
+class HostTimes:
+    """What is known so far; one a process."""
+
+    def __init__(self, target: Path):
+        self._target = target
+        self._steps: Counter = Counter()
+        self._steady_steps = 0
+        self._steady: deque[float] = deque(maxlen=_WINDOW)
+        self._graphs: dict = {}
+        self.prepared = None  # the step that the backend prepared last
+
+    def graphs(self, cost) -> None:
+        """What the prefix graphs took (variants.GraphCost)."""
+        self._graphs = vars(cost)
+
+    def observed(self, seconds: float, counters) -> None:
+        """The backend was handed a batch, and took so long; counters: a function."""
+        step, self.prepared = self.prepared, None
+        if step is None:  # the batch does not decode
+            return
+        self._steps[f"{step.decision.variant}:{step.decision.reason}"] += 1
+        if step.is_prefix and step.new_plan is None:
+            self._steady_steps += 1
+            self._steady.append(round(1e6 * seconds, 1))
+        if self._steps.total() % _WRITE_EVERY == 0:
+            self._write(counters())
+
+    def _write(self, counters) -> None:
+        plans = sum(counters.plans.values())
+        known = {
+            "steps": dict(self._steps),
+            "plans": dict(counters.plans),
+            "graphs": self._graphs,
+            "plan_ms_mean": 1e3 * counters.plan_seconds / max(1, plans),
+            "steady_steps": self._steady_steps,
+            "steady": list(self._steady),
+        }
+        part = self._target.with_suffix(".part")
+        part.write_text(json.dumps(known))
+        part.replace(self._target)
 
 
 def register() -> None:
@@ -26,71 +69,51 @@ def register() -> None:
     from sgl_prefix_attn.stepstate import StepPreparer
     from sgl_prefix_attn.variants import GraphVariants
 
+    times = HostTimes(Path(target))
     start_preparer, prepare = StepPreparer.__init__, StepPreparer.prepare
     log_cost = GraphVariants.log_cost
-    prepared: list = []
-    steps: Counter = Counter()
-    steady: list[float] = []
-    graphs: dict = {}
-
-    def noting_the_step(self, *args, **kwargs):
-        prepared[:] = [prepare(self, *args, **kwargs)]
-        return prepared[0]
-
-    def timed(observe):
-        def observing(self, *args, **kwargs):
-            prepared.clear()
-            start = time.perf_counter()
-            observe(self, *args, **kwargs)
-            seconds = time.perf_counter() - start
-            for step in prepared:  # none where the batch does not decode
-                steps[f"{step.decision.variant}:{step.decision.reason}"] += 1
-                if step.is_prefix and step.new_plan is None:
-                    steady.append(seconds)
-                if steps.total() % _WRITE_EVERY == 0:
-                    _write(Path(target), self.counters, steps, steady, graphs)
-
-        return observing
-
-    def noting_the_cost(self):
-        graphs.update(vars(self.cost))
-        log_cost(self)
 
     def watching_the_backend(self, *args, **kwargs):
         # Not when SGLang loads its plugins: the backend imports much of SGLang.
         from sgl_prefix_attn.backend import PrefixAttnBackend
 
-        PrefixAttnBackend.observe = timed(PrefixAttnBackend.observe)
+        StepPreparer.__init__ = start_preparer
+        PrefixAttnBackend.observe = _timed(PrefixAttnBackend.observe, times)
         start_preparer(self, *args, **kwargs)
+
+    def noting_the_step(self, *args, **kwargs):
+        times.prepared = prepare(self, *args, **kwargs)
+        return times.prepared
+
+    def noting_the_cost(self):
+        times.graphs(self.cost)
+        log_cost(self)
 
     StepPreparer.__init__, StepPreparer.prepare = watching_the_backend, noting_the_step
     GraphVariants.log_cost = noting_the_cost
 
 
-def _write(target: Path, counters, steps: Counter, steady: list[float], graphs: dict) -> None:
-    part = target.with_suffix(".part")
-    part.write_text(
-        json.dumps(
-            {
-                "steps": dict(steps),
-                "plans": dict(counters.plans),
-                "graphs": graphs,
-                "plan_ms_mean": 1e3 * counters.plan_seconds / max(1, sum(counters.plans.values())),
-                "steady_us": 1e6 * statistics.median(steady[-_WINDOW:]) if steady else None,
-            }
-        )
-    )
-    part.replace(target)
-    del steady[:-_WINDOW]
+def _timed(observe, times: HostTimes):
+    def observing(self, *args, **kwargs):
+        start = time.perf_counter()
+        observe(self, *args, **kwargs)
+        times.observed(time.perf_counter() - start, lambda: self.counters)
+
+    return observing
 
 
 def read(target: Path, before: dict | None = None) -> dict:
-    """What the plugin wrote so far, its counts less those of an earlier read; {} without a step."""
+    """What the plugin wrote so far, its counts less those of an earlier read; {} without a step.
+
+    steady_us  median of the latest steady steps since the earlier read, None of too few
+    """
     if not target.exists():
         return {}
-    now = json.loads(target.read_text())
+    now, before = json.loads(target.read_text()), before or {}
     for name in ("steps", "plans"):
         counts = Counter(now[name])
-        counts.subtract((before or {}).get(name, {}))
+        counts.subtract(before.get(name, {}))
         now[name] = {key: count for key, count in counts.items() if count}
-    return now
+    latest, count = now.pop("steady"), now["steady_steps"] - before.get("steady_steps", 0)
+    us = statistics.median(latest[-count:]) if count >= _ENOUGH else None
+    return now | {"steady_steps": count, "steady_us": us}

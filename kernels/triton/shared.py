@@ -128,7 +128,7 @@ def shared_kernel(
                 mask_d, qk_scale, logits_soft_cap, BLOCK_N, True, HAS_SOFT_CAP,
             )  # fmt: skip
 
-        # its latency hides behind the store
+        # taken at the end, so that the queue balances; other CTAs hide its latency
         next_ticket = tl.atomic_add(ticket_ptr, 1, sem="relaxed") + tl.num_programs(0)
         store(
             b_acc, b_max, b_sum, b_row, b_slot, i_qo_head, mask_m, offs_d, mask_d,

@@ -127,7 +127,7 @@ def tails_kernel(
             b_v = tl.load(p_v[None, :] + b_index[:, None] * stride_v, mask=mask_nd, other=0.0)
             b_max, b_sum, b_acc = attend(b_s, b_v, b_max, b_sum, b_acc)
 
-        # its latency hides behind the store
+        # taken at the end, so that the queue balances; other CTAs hide its latency
         next_ticket = tl.atomic_add(ticket_ptr, 1, sem="relaxed") + tl.num_programs(0)
         store(
             b_acc, b_max, b_sum, b_row, b_slot, i_qo_head, mask_m, offs_d, mask_d,

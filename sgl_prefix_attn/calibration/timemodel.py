@@ -1,9 +1,10 @@
 """Predicted microseconds a layer of both kernels: a few physical terms, then what they miss.
 
 The physical part is a sum of launches, work items and the larger of "all bytes at full bandwidth"
-and "the longest chain of work on one CTA", softly (a p-norm). Its coefficients are close to one or
-are microseconds, so they carry over between head configurations. What remains, a few per cent, is
-smooth in the logarithms of the work and is learnt by kernel ridge regression on centres.
+and "the longest chain of work on one CTA", softly (a p-norm). Its coefficients are factors of the
+cost model's or microseconds, so that they carry over to other head configurations, roughly: terms
+that move together are not told apart. What remains, a few per cent, is smooth in the logarithms of
+the work and is learnt by kernel ridge regression on centres.
 """
 
 from __future__ import annotations

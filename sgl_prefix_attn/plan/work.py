@@ -55,8 +55,8 @@ def _chains(tokens, items, shared, num_sms: int, num_kv_heads: int) -> tuple[flo
         chosen = order[mask[order]]
         return np.repeat(tokens[chosen], items[chosen]) + ITEM_TOKENS
 
-    def ctas(an_sm: int) -> int:
-        return max(1, num_sms * an_sm // num_kv_heads)
+    def ctas(per_sm: int) -> int:
+        return max(1, num_sms * per_sm // num_kv_heads)
 
     shared_ends = np.zeros(ctas(SHARED_CTAS))
     shared_chain = run_queue(queue(shared), 1, shared_ends)

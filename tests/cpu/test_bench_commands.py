@@ -184,11 +184,16 @@ def test_engines_alternate_in_both_orders():
 def test_host_times_counts_since_an_earlier_read(tmp_path):
     path = tmp_path / "host.json"
     assert host_times.read(path) == {}
-    written = {"steps": {"prefix:default": 5, "stock:x": 2}, "plans": {"first": 1}}
-    path.write_text(json.dumps(written | {"steady_us": 12.0}))
-    before = {"steps": {"prefix:default": 3, "stock:x": 2}, "plans": {"first": 1}}
-    now = host_times.read(path, before)
-    assert now == {"steps": {"prefix:default": 2}, "plans": {}, "steady_us": 12.0}
+    written = {"steps": {"prefix:default": 90, "stock:x": 2}, "plans": {"first": 1}}
+    path.write_text(json.dumps(written | {"steady_steps": 89, "steady": [9.0] * 49 + [12.0] * 40}))
+    before = {"steps": {"prefix:default": 50, "stock:x": 2}, "plans": {"first": 1}}
+    now = host_times.read(path, before | {"steady_steps": 49})
+    assert now == {
+        "steps": {"prefix:default": 40}, "plans": {}, "steady_steps": 40, "steady_us": 12.0
+    }  # fmt: skip
+    assert host_times.read(path)["steady_us"] == 9.0
+    assert host_times.read(path, before | {"steady_steps": 69})["steady_us"] is None, "only 20"
+    assert host_times.read(path, before | {"steady_steps": 89})["steady_us"] is None
 
 
 def test_backend_names():

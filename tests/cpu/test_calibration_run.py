@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sgl_prefix_attn.calibration import fit, measure, report, run, samples
-from sgl_prefix_attn.calibration.batches import path_table
+from sgl_prefix_attn.calibration.batches import draw, path_table
 from sgl_prefix_attn.calibration.codec import CalibrationError
 from sgl_prefix_attn.calibration.measure import BatchMeter
 from sgl_prefix_attn.calibration.rates import (
@@ -108,6 +108,25 @@ def test_the_meter_runs_any_plan_over_the_kv_of_any_paths(page_size):
         torch.testing.assert_close(timer.outs[0][row], wanted, rtol=1e-3, atol=1e-4)
     shared = slots[:3, :48]
     assert (shared == shared[0]).all() and (slots[:2, :64] == slots[0, :64]).all()
+
+
+def test_a_measurement_does_not_swap_its_times(monkeypatch):
+    planner = Planner(HEADS, tile_set=default_tile_set("cpu", HEADS), strategy="naive")
+    meter = BatchMeter(
+        planner, dtype=torch.float32, page_size=1, pool_tokens=2048, max_batch=16,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    batch = draw(0, 1, 2048, 1)[0]
+    made = []
+
+    def stock_timer(batch, slots, layers):
+        made.append(meter._prefix_timer(planner.plan(batch.paths), batch.paths, slots, layers))
+        return made[0]
+
+    monkeypatch.setattr(meter, "_stock_timer", stock_timer)
+    us = lambda timers: [1.0 if timer is made[0] else 2.0 for timer in timers]  # noqa: E731
+    monkeypatch.setattr(measure, "medians_us", us)
+    assert meter.measure(batch) == measure.Measurement(stock_us=1.0, prefix_us=2.0)
 
 
 def test_rates_of_a_disturbed_gpu_are_refused():

@@ -8,11 +8,17 @@ import numpy as np
 import orjson
 import pytest
 
-from sgl_prefix_attn.calibration import samples, store
+from sgl_prefix_attn.calibration import run, store
 from sgl_prefix_attn.calibration.codec import FEATURES, CalibrationError, decode, encode
 from sgl_prefix_attn.calibration.record import Origin
 from sgl_prefix_attn.calibration.store import Folders, file_name, find, load, save
-from sgl_prefix_attn.calibration.timemodel import PREFIX_COEFFICIENTS
+from sgl_prefix_attn.calibration.timemodel import (
+    PREFIX_COEFFICIENTS,
+    prefix_features,
+    prefix_physical,
+    stock_features,
+    stock_physical,
+)
 from sgl_prefix_attn.plan.costs import GPU_RATES
 from sgl_prefix_attn.records import HeadConfig
 from tests.cpu.calibrations import KEY, NUM_SMS, ORIGIN, VERSIONS, calibration
@@ -329,15 +335,22 @@ def test_every_shipped_file_can_be_used():
 
 @pytest.mark.parametrize("path", store.SHIPPED.glob("*.json"), ids=lambda path: path.stem)
 def test_a_shipped_file_is_the_fit_of_its_samples_in_the_repository(path):
-    """By what the fit takes over; fitting again is left to docs/calibration.md."""
+    """By what the fit takes over, and the mean of the features that today's code finds in the same
+    batches: a change of either model or of the work that it sees needs a new fit."""
     found = load(path)
     gpu = next(name for name in ("h100", "h200") if name.upper() in found.key.gpu)
     heads = f"{found.key.heads.num_qo_heads}-{found.key.heads.num_kv_heads}"
-    given = samples.read(RESULTS / f"calibration_{gpu}_{heads}.samples.jsonl")
+    given = run.read_measured(RESULTS / f"calibration_{gpu}_{heads}.samples.jsonl")
     task = given.task
     assert found.origin == Origin(task.seed, task.count, task.pool_tokens, given.date)
     assert (found.key, found.num_sms, found.versions) == (task.key, task.num_sms, task.versions)
-    assert (found.rates, found.samples) == (given.rates, len(given.rows))
+    assert (found.rates, found.samples) == (given.rates, len(given.batches))
+    for model, works, physical, features in (
+        (found.stock, given.stock_works, stock_physical, stock_features),
+        (found.prefix, given.prefix_works, prefix_physical, prefix_features),
+    ):
+        seen = [features(w, physical(model.coefficients, w, given.costs)) for w in works]
+        assert np.mean(seen, 0) == pytest.approx(model.correction.offset, rel=1e-6)
 
 
 def test_feature_counts():

@@ -99,6 +99,7 @@ def test_the_less_was_measured_the_more_has_to_be_promised():
     needed = [GAINS[source] for source in ("measured", "shipped", "scaled", "conservative")]
     assert needed == sorted(needed)
     for source, (sharing, unshared) in GAINS.items():
+        assert sharing < unshared
         assert at(sharing, source=source) == FASTER
         assert at(sharing - 0.01, source=source) == SLOWER
         assert at(unshared, source=source, shares=False) == FASTER

@@ -34,6 +34,7 @@ def test_plans_once_and_counts_every_step(world):
         "query_centric": 4 * 42 + 4 * 43,
         "unique": 40 + 4 * 2 + 40 + 4 * 3,
     }
+    assert run(steps, world, 3) is second, "no new record for a steady step"
 
 
 def test_replans_by_cause(world):

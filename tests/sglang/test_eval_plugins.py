@@ -10,6 +10,12 @@ import pytest
 from eval.bench_engine import host_times
 from eval.engine_process import environment, make_site, plugin_names
 from eval.provenance import ROOT
+from sgl_prefix_attn.backend import PrefixAttnBackend
+from sgl_prefix_attn.envs import Settings
+from sgl_prefix_attn.stepstate import StepPreparer
+from sgl_prefix_attn.variants import GraphVariants
+from tests.sglang.fake_graph_runner import MIB, GraphRunner, assert_prefix
+from tests.sglang.fake_server import Server
 
 _LOAD = """
 import json, sys
@@ -51,6 +57,31 @@ def test_sglang_loads_what_is_named_and_nothing_else(
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout.splitlines()[-1])
     assert found == {"plugins": plugins, "backend": product, "product": product, "platform": on_cpu}
+
+
+def test_host_times_of_a_backend(tmp_path, monkeypatch):
+    target = tmp_path / "host.json"
+    monkeypatch.setenv(host_times.ENV, str(target))
+    for owner, name in (
+        (StepPreparer, "__init__"), (StepPreparer, "prepare"), (GraphVariants, "log_cost"),
+        (PrefixAttnBackend, "observe"),
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # undone at the end
+    host_times.register()
+    server = Server(monkeypatch, Settings(headroom=40))
+    Server(monkeypatch)  # a second backend of the process is not counted twice
+    runner = GraphRunner(server)
+    runner.backend.cost["prefix"] = MIB
+    runner.capture()
+    for grown in range(1, 49):
+        assert_prefix(runner, grown)
+    found = host_times.read(target)
+    assert found["steps"] == {"prefix:default": 48}
+    assert found["steady_steps"] == 48 - sum(found["plans"].values()) and found["steady_us"] > 0
+    graphs = found["graphs"]
+    assert (graphs["graphs"], graphs["bytes"]) == (3, 3 * MIB) and graphs["seconds"] > 0
+    later = host_times.read(target, found)
+    assert (later["steps"], later["steady_us"]) == ({}, None)
 
 
 @pytest.mark.engine
