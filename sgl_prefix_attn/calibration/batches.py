@@ -15,6 +15,7 @@ from sgl_prefix_attn.records import PathTable
 LENGTHS = ("homogeneous", "bucketed", "bimodal", "uniform", "zipf")
 SHARING = ("none", "prompt", "groups", "levels")
 MAX_BATCH = 256
+_TRIES = 1000  # of one batch, until it fits the pool
 SHORTEST, LONGEST = 64, 65536  # KV tokens of a request
 
 
@@ -67,6 +68,7 @@ def draw(seed: int, count: int, pool_tokens: int, page_size: int = 1) -> list[Ba
 
     Batch sizes (1 to 256) and mean lengths (64 to 64K tokens) are log-uniform, the shared share of
     a request uniform in 0 to 95 %. Nodes are multiples of page_size long, as in SGLang's tree.
+    Raises ValueError for a pool that hardly any batch of a drawn size fits.
     """
     rng = np.random.default_rng(seed)
     families = [(a, b) for b in SHARING for a in LENGTHS]
@@ -74,13 +76,15 @@ def draw(seed: int, count: int, pool_tokens: int, page_size: int = 1) -> list[Ba
     for i in range(count):
         lengths, sharing = families[i % len(families)]
         size = _log_uniform(rng, 1 if sharing == "none" else 2, MAX_BATCH)
-        while True:
+        for _ in range(_TRIES):
             mean = _log_uniform(rng, SHORTEST, LONGEST)
             batch = Batch(
                 f"{lengths}/{sharing}", _draw_one(rng, lengths, sharing, size, mean, page_size)
             )
             if batch.unique_tokens + batch.size * page_size <= pool_tokens:
                 break
+        else:
+            raise ValueError(f"pool_tokens {pool_tokens} is too small for {size} requests")
         batches.append(batch)
     return batches
 

@@ -102,6 +102,11 @@ def test_the_same_seed_gives_the_same_batches(batches):
     assert equal(longer[COUNT - 1].paths, batches[-1].paths)
 
 
+def test_a_pool_too_small_is_refused():
+    with pytest.raises(ValueError, match="pool_tokens 2048 is too small for .* requests"):
+        draw(0, 20, 2048)
+
+
 def plain_stock_work(lens, num_sms, num_kv_heads):
     """FlashInfer's rule in plain Python: the smallest piece with which all pieces run at once,
     then each piece of each head in turn on the CTA that is free first."""

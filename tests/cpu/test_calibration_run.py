@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sgl_prefix_attn.calibration import fit, measure, report, run, samples
-from sgl_prefix_attn.calibration.batches import draw, path_table
+from sgl_prefix_attn.calibration.batches import Batch, path_table
 from sgl_prefix_attn.calibration.codec import CalibrationError
 from sgl_prefix_attn.calibration.measure import BatchMeter
 from sgl_prefix_attn.calibration.rates import (
@@ -116,16 +116,18 @@ def test_a_measurement_does_not_swap_its_times(monkeypatch):
         planner, dtype=torch.float32, page_size=1, pool_tokens=2048, max_batch=16,
         device=torch.device("cpu"),
     )  # fmt: skip
-    batch = draw(0, 1, 2048, 1)[0]
+    batch = Batch("pair", path_table([(-1, 32)], [0, 0], [32, 32], [5, 9]))
     made = []
 
     def stock_timer(batch, slots, layers):
         made.append(meter._prefix_timer(planner.plan(batch.paths), batch.paths, slots, layers))
         return made[0]
 
+    def medians_us(timers):
+        return [1.0 if timer is made[0] else 2.0 for timer in timers]
+
     monkeypatch.setattr(meter, "_stock_timer", stock_timer)
-    us = lambda timers: [1.0 if timer is made[0] else 2.0 for timer in timers]  # noqa: E731
-    monkeypatch.setattr(measure, "medians_us", us)
+    monkeypatch.setattr(measure, "medians_us", medians_us)
     assert meter.measure(batch) == measure.Measurement(stock_us=1.0, prefix_us=2.0)
 
 
