@@ -36,7 +36,7 @@ class PlanLifetime:
         self._reqs: list = []
         self._nodes, self._protected_lens, self._allocations = _mapping(())
         self._next_lens = np.zeros(0, np.int64)  # of the first step that _expected does not hold
-        self._expected: list[bytes] = []  # lengths of the next steps, the nearest last
+        self._expected: list[bytes] = []  # lengths of the next steps once asked for, nearest last
         self._appends_left = 0
 
     def stale(self, reqs: Sequence, seq_lens: np.ndarray) -> str | None:
@@ -70,8 +70,10 @@ class PlanLifetime:
 
     def stepped(self) -> None:
         """A prefix step runs on the plan: every request grows by one token."""
-        self._next_bytes()
-        self._expected.pop()
+        if self._expected:
+            self._expected.pop()
+        else:
+            self._next_lens += 1
         self._appends_left -= 1
 
     def _next_bytes(self) -> bytes:
