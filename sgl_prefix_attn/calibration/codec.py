@@ -13,6 +13,7 @@ import orjson
 from sgl_prefix_attn.calibration.record import Calibration, CalibrationKey, Origin
 from sgl_prefix_attn.calibration.stockwork import StockWork
 from sgl_prefix_attn.calibration.timemodel import (
+    ANY_PLAN,
     PREFIX_COEFFICIENTS,
     STOCK_COEFFICIENTS,
     Correction,
@@ -21,7 +22,7 @@ from sgl_prefix_attn.calibration.timemodel import (
     stock_features,
 )
 from sgl_prefix_attn.plan.costs import GpuRates
-from sgl_prefix_attn.records import HeadConfig, PlanWork
+from sgl_prefix_attn.records import HeadConfig
 
 FORMAT = 2
 MODELS = ("stock", "prefix")
@@ -30,7 +31,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 _COEFFICIENTS = {"stock": STOCK_COEFFICIENTS, "prefix": PREFIX_COEFFICIENTS}
 FEATURES = {
     "stock": stock_features(StockWork(1, 1, 1, 1, 1, 1.0), 1.0).size,
-    "prefix": prefix_features(PlanWork(1, 1, 1, 1, 1, 1, 1.0, 1.0, 1, 1), 1.0).size,
+    "prefix": prefix_features(ANY_PLAN, 1.0).size,
 }
 
 

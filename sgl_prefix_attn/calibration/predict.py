@@ -9,6 +9,7 @@ import numpy as np
 from sgl_prefix_attn.calibration.record import Calibration
 from sgl_prefix_attn.calibration.stockwork import stock_work
 from sgl_prefix_attn.calibration.timemodel import (
+    ANY_PLAN,
     least_prefix,
     predict_prefix,
     predict_stock,
@@ -26,7 +27,7 @@ class Predictor:
         self.source = calibration.source
         # Compile the loops now (some seconds): not in the first decode step of a server.
         self.stock(np.ones(1, np.int64), 1)
-        self.prefix(PlanWork(1, 1, 1, 1, 1, 1, 1.0, 1.0, 1, 1))
+        self.prefix(ANY_PLAN)
 
     def stock(self, seq_lens: np.ndarray, unique: int) -> float:
         """Of FlashInfer with lengths seq_lens int [B], padding rows of a graph included as 1;

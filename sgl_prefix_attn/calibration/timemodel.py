@@ -43,6 +43,8 @@ PREFIX_COEFFICIENTS = (
     ("shared_chain", 1.0, 0.05, 20.0),
     ("norm", 1.5, 1.0, 20.0),
 )
+# Some plan: for what asks how a prediction is made, and not for its time.
+ANY_PLAN = PlanWork(1, 1, 1, 1, 1, 1, 1.0, 1.0, 1, 1)
 # Logarithm; a correction beyond it is an extrapolation, not knowledge.
 _LARGEST_CORRECTION = 0.15
 LENGTH_SCALE = 1.5  # of the correction, in standard deviations of a feature

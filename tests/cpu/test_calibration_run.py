@@ -80,18 +80,23 @@ def test_rates_are_what_the_gpu_does():
                 assert getattr(got, name) == pytest.approx(getattr(known, name), rel=0.1), name
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_the_meter_runs_any_plan_over_the_kv_of_any_paths(page_size):
-    """The real meter, on the CPU: the padding plan, and a plan whose result is looked at."""
-    planner = Planner(HEADS, tile_set=default_tile_set("cpu", HEADS), strategy="naive")
-    meter = BatchMeter(
-        planner,
+def cpu_meter(page_size=1):
+    """The real meter, on the CPU."""
+    return BatchMeter(
+        Planner(HEADS, tile_set=default_tile_set("cpu", HEADS), strategy="naive"),
         dtype=torch.float32,
         page_size=page_size,
         pool_tokens=2048,
         max_batch=16,
         device=torch.device("cpu"),
     )
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_the_meter_runs_any_plan_over_the_kv_of_any_paths(page_size):
+    """The padding plan, and a plan whose result is looked at."""
+    meter = cpu_meter(page_size)
+    planner = meter.planner
     assert meter.prefix_us(padding_plan(planner), unshared(1, 64)) > 0
     paths = path_table([(-1, 48), (0, 16)], [1, 1, 0, -1], [64, 64, 48, 0], [1, 40, 9, 70])
     assert meter.prefix_us(planner.plan(paths), paths) > 0
@@ -111,16 +116,13 @@ def test_the_meter_runs_any_plan_over_the_kv_of_any_paths(page_size):
 
 
 def test_a_measurement_does_not_swap_its_times(monkeypatch):
-    planner = Planner(HEADS, tile_set=default_tile_set("cpu", HEADS), strategy="naive")
-    meter = BatchMeter(
-        planner, dtype=torch.float32, page_size=1, pool_tokens=2048, max_batch=16,
-        device=torch.device("cpu"),
-    )  # fmt: skip
+    meter = cpu_meter()
     batch = Batch("pair", path_table([(-1, 32)], [0, 0], [32, 32], [5, 9]))
     made = []
 
     def stock_timer(batch, slots, layers):
-        made.append(meter._prefix_timer(planner.plan(batch.paths), batch.paths, slots, layers))
+        plan = meter.planner.plan(batch.paths)
+        made.append(meter._prefix_timer(plan, batch.paths, slots, layers))
         return made[0]
 
     def medians_us(timers):
