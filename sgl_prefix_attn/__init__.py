@@ -5,7 +5,7 @@ Importing the package is cheap: it pulls in neither sglang nor a CUDA context.
 
 from pathlib import Path
 
-__version__ = "0.1.1"
+__version__ = "0.1.2"
 
 _ROOT = Path(__file__).resolve().parent.parent
 if (_ROOT / "pyproject.toml").is_file():

@@ -140,8 +140,8 @@ class PlanWork:
     reread_tokens  ... and read again, for row tiles beyond a pack's first
     shared_rows    shared tokens times the rows of the tiles over them
     tail_items, shared_items  work items, each run once a KV head
-    tail_chain, shared_chain  KV tokens on the busiest CTA, in whole blocks of a tile, its work
-                   items' fixed cost included; that of tails with the wait for shared CTAs
+    tail_chain, shared_chain  time of the busiest CTA, in KV tokens of a tails CTA: whole blocks of
+                   a tile, its work items' fixed cost, and for tails the wait for shared CTAs
     partials       partial rows ...
     most_parts     ... and how many of them the request with most of them has, 0 without any
     """

@@ -14,7 +14,6 @@ from sgl_prefix_attn.calibration.record import Calibration, CalibrationKey, Orig
 from sgl_prefix_attn.calibration.stockwork import StockWork
 from sgl_prefix_attn.calibration.timemodel import (
     ANY_PLAN,
-    PREFIX_COEFFICIENTS,
     STOCK_COEFFICIENTS,
     Correction,
     TimeModel,
@@ -22,6 +21,7 @@ from sgl_prefix_attn.calibration.timemodel import (
     stock_features,
 )
 from sgl_prefix_attn.plan.costs import GpuRates
+from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS
 from sgl_prefix_attn.records import HeadConfig
 
 FORMAT = 2

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from sgl_prefix_attn.calibration.record import Calibration, CalibrationKey
 from sgl_prefix_attn.calibration.timemodel import (
-    PREFIX_COEFFICIENTS,
     STOCK_COEFFICIENTS,
     TimeModel,
 )
 from sgl_prefix_attn.plan.costs import GPU_RATES, known_rates
+from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS
 
 
 def scaled(found: Calibration, key: CalibrationKey) -> Calibration:

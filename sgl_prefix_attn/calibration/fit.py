@@ -9,16 +9,15 @@ import numpy as np
 from sgl_prefix_attn.calibration.stockwork import StockWork
 from sgl_prefix_attn.calibration.timemodel import (
     LENGTH_SCALE,
-    PREFIX_COEFFICIENTS,
     STOCK_COEFFICIENTS,
     Correction,
     TimeModel,
     prefix_features,
-    prefix_physical,
     stock_features,
     stock_physical,
 )
 from sgl_prefix_attn.plan.costs import CostModel
+from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS, prefix_physical
 from sgl_prefix_attn.records import PlanWork
 
 # Standard deviations, in logarithms: of what the physical part misses, of one measurement.

@@ -1,10 +1,7 @@
 """Predicted microseconds a layer of both kernels: a few physical terms, then what they miss.
 
-The physical part is a sum of launches, work items and the larger of "all bytes at full bandwidth"
-and "the longest chain of work on one CTA", softly (a p-norm). Its coefficients are factors of the
-cost model's or microseconds, so that they carry over to other head configurations, roughly: terms
-that move together are not told apart. What remains, a few per cent, is smooth in the logarithms of
-the work and is learnt by kernel ridge regression on centres.
+FlashInfer's terms are like those of a plan (plan/estimate.py). What remains, a few per cent, is
+smooth in the logarithms of the work and is learnt by kernel ridge regression on centres.
 """
 
 from __future__ import annotations
@@ -17,9 +14,10 @@ import numpy as np
 from sgl_prefix_attn.calibration.stockwork import StockWork
 from sgl_prefix_attn.jit import cached_njit
 from sgl_prefix_attn.plan.costs import CostModel
+from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS, prefix_physical
 from sgl_prefix_attn.records import PlanWork
 
-# Name, start, lowest, highest of every coefficient, in the order of the formulas below.
+# Name, start, lowest, highest of every coefficient, in the order of the formula below.
 STOCK_COEFFICIENTS = (
     ("launch", 7.0, 0.0, 50.0),  # us
     ("split", 0.1, -5.0, 20.0),  # us, when requests are split and merged
@@ -28,20 +26,6 @@ STOCK_COEFFICIENTS = (
     ("reread", 0.1, 0.0, 4.0),  # the same of KV read again, mostly from the L2 cache
     ("chain", 1.0, 0.05, 20.0),  # token of the longest chain, times the cost model's
     ("norm", 2.0, 1.0, 20.0),
-)
-PREFIX_COEFFICIENTS = (
-    ("launch", 9.0, 0.0, 50.0),
-    ("merge", 1.0, 0.0, 20.0),  # us, when there are partial results
-    ("tail_item", 0.008, 0.0, 1.0),  # us a work item and KV head
-    ("shared_item", 0.012, 0.0, 1.0),
-    ("partial", 1.0, 0.0, 10.0),
-    ("part", 0.1, 0.0, 2.0),  # us a partial result of one request: merge takes them in turn
-    ("bandwidth", 1.0, 0.3, 4.0),
-    ("reread", 0.1, 0.0, 4.0),
-    ("mma", 0.3, 0.0, 4.0),
-    ("tail_chain", 1.0, 0.05, 20.0),
-    ("shared_chain", 1.0, 0.05, 20.0),
-    ("norm", 1.5, 1.0, 20.0),
 )
 # Some plan: for what asks how a prediction is made, and not for its time.
 ANY_PLAN = PlanWork(1, 1, 1, 1, 1, 1, 1.0, 1.0, 1, 1)
@@ -128,28 +112,6 @@ def stock_physical(c, work: StockWork, costs: CostModel) -> float:
         + split * (work.pieces > work.batch_size)
         + piece * work.pieces
         + (memory**norm + busiest**norm) ** (1 / norm)
-    )
-
-
-def prefix_physical(c, work: PlanWork, costs: CostModel) -> float:
-    (
-        launch, merge, tail_item, shared_item, partial, part, bandwidth, reread, mma, tail, shared,
-        norm,
-    ) = c  # fmt: skip
-    heads = costs.num_kv_heads
-    busy = (
-        costs.kv_token * bandwidth * (work.tail_tokens + work.shared_tokens)
-        + costs.kv_token * reread * work.reread_tokens
-        + costs.mma_row * mma * work.shared_rows
-    )
-    busiest = max(tail * work.tail_chain, shared * work.shared_chain) * costs.chain
-    return (
-        launch
-        + merge * (work.partials > 0)
-        + heads * (tail_item * work.tail_items + shared_item * work.shared_items)
-        + partial * costs.partial * work.partials
-        + part * work.most_parts
-        + (busy**norm + busiest**norm) ** (1 / norm)
     )
 
 

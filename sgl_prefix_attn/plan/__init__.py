@@ -1,4 +1,4 @@
-"""The planner: forest -> merges -> packs -> tiles and KV splits -> work queue."""
+"""The planner: forest -> merges -> packs -> tiles -> KV splits -> work queue."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from sgl_prefix_attn.plan.costs import CostModel
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.packs import make_packs
 from sgl_prefix_attn.plan.profit import STRATEGIES, choose_merges
+from sgl_prefix_attn.plan.splits import split_jobs
 from sgl_prefix_attn.plan.tiles import TileConfig, TileSet, tile_packs
 from sgl_prefix_attn.plan.workqueue import serialize
 from sgl_prefix_attn.records import HeadConfig, PathTable, Plan
@@ -47,15 +48,8 @@ class Planner:
         merges = choose_merges(forest, self.strategy, self.costs)
         packs = make_packs(forest, merges)
         tiling = tile_packs(packs, self.tile_set, self.costs)
-        return serialize(
-            forest,
-            merges,
-            packs,
-            tiling,
-            tile_set=self.tile_set,
-            heads=self.heads,
-            headroom=self.headroom,
-        )
+        splits, work = split_jobs(packs, tiling, self.tile_set, self.costs)
+        return serialize(forest, merges, packs, tiling, splits, work, headroom=self.headroom)
 
     def warm_up(self) -> None:
         """Compile the planner's loops (a few seconds the first time) before serving starts."""

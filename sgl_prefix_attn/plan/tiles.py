@@ -1,4 +1,4 @@
-"""Packs -> tiles and KV splits (PAT §5.2 tile selector, §6 long-KV split)."""
+"""Packs -> tiles (PAT §5.2, tile selector)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class TileSet:
     packed_tickets  tickets that packed tails must still leave, else packing starves the GPU
     num_sms      multiprocessors, over which splits spread a long KV stretch
     min_split    KV tokens below which splitting does not pay
-    longest      share of the step's ideal time that one work item may take before it is split
+    longest      shares of the step's ideal time that one work item may take before it is split,
+                 of which splits.py takes the best
 
     The queues of a plan are numbered as `tiles`.
     """
@@ -53,7 +54,7 @@ class TileSet:
     packed_len: int = 128
     min_split: int = 128
     packed_tickets: int = 256
-    longest: float = 0.75
+    longest: tuple[float, ...] = (0.75, 0.55, 0.4)
 
     def __post_init__(self):
         if not self.shared or len(self.tiles) > layout.MAX_TILES:
@@ -65,8 +66,8 @@ class TileSet:
             raise ValueError("tail must be a tails tile for one request")
         if self.packed_tail is not None and self.packed_tail.requests < 2:
             raise ValueError("packed_tail must be a tails tile for at least two requests")
-        if self.longest <= 0:
-            raise ValueError(f"longest must be positive, got {self.longest}")
+        if not self.longest or min(self.longest) <= 0:
+            raise ValueError(f"longest must hold positive shares, got {self.longest}")
         if min(self.num_sms, self.min_split, self.packed_len, self.packed_tickets) < 1:
             raise ValueError("num_sms, min_split, packed_len, packed_tickets must be at least 1")
 
@@ -107,9 +108,10 @@ class Tiling:
     tile              int32 [J]    index into TileSet.tiles
     row_tiles         int32 [J]    tiles that the job's queries are spread over ...
     queries_per_tile  int32 [J]    ... and how many go into each
-    splits            int32 [J]    KV splits
     tokens            int32 [J]    KV tokens of the job, those of all its packs
-    item_time         float [J]    predicted time of one work item, for the order in the queue
+    most_splits       int32 [J]    KV splits that the job allows
+    step_share        float [J]    one CTA's time for the job and one KV head, relative to that of
+                                   the step, were it spread evenly over all CTAs
     """
 
     pack_order: np.ndarray
@@ -117,19 +119,18 @@ class Tiling:
     tile: np.ndarray
     row_tiles: np.ndarray
     queries_per_tile: np.ndarray
-    splits: np.ndarray
     tokens: np.ndarray
-    item_time: np.ndarray
+    most_splits: np.ndarray
+    step_share: np.ndarray
 
 
 def tile_packs(packs: Packs, tile_set: TileSet, costs: CostModel) -> Tiling:
-    """Pick a tile for every pack and split long KV towards equal work.
+    """Pick a tile for every pack.
 
     Shared packs round up: the smallest block_m that holds the pack's queries * group_size rows, and
     the largest one, several times, for more. Short tails of like length share a tile, where enough
-    of them remain to fill the GPU. A job is split so that no item takes longer than the whole step,
-    were it spread evenly, plus what launching and merging cost anyway (an occupancy-aware form of
-    PAT's mean rule): finer splits would only add partial results.
+    of them remain to fill the GPU. What launching and merging cost anyway counts as time of the
+    step: where that is most of it, splits would only add partial results.
     """
     queries = np.diff(packs.query_offset)
     kv_len = packs.kv_end - packs.kv_start
@@ -168,11 +169,9 @@ def tile_packs(packs: Packs, tile_set: TileSet, costs: CostModel) -> Tiling:
     # one CTA's time for a job's whole KV and one head
     job_time = job_tokens * per_token / costs.num_kv_heads * ctas
     step = (row_tiles * costs.num_kv_heads * (job_time + costs.item) / ctas).sum()
-    splits = np.ceil(job_time / (tile_set.longest * (step + costs.launch))).astype(np.int64)
-    most = np.minimum(-(-job_len // tile_set.min_split), -(-shortest // layout.SPLIT_UNIT))
-    splits = np.clip(splits, 1, most)
-    columns = (order, offset, tile, row_tiles, per_tile, splits, job_tokens)
-    return Tiling(*(c.astype(np.int32) for c in columns), job_time / splits)
+    most_splits = np.minimum(-(-job_len // tile_set.min_split), -(-shortest // layout.SPLIT_UNIT))
+    columns = (order, offset, tile, row_tiles, per_tile, job_tokens, most_splits)
+    return Tiling(*(c.astype(np.int32) for c in columns), job_time / (step + costs.launch))
 
 
 def _select_shared(queries, tiles: tuple[TileConfig, ...], group: int):

@@ -8,12 +8,12 @@ import numpy as np
 
 from sgl_prefix_attn.jit import cached_njit
 from sgl_prefix_attn.plan.tiles import TileSet, Tiling
-from sgl_prefix_attn.records import HeadConfig, PlanWork
+from sgl_prefix_attn.records import Packs, PlanWork
 
 # CTAs that an SM holds of a tails tile and of a shared tile: their registers and shared memory.
 TAIL_CTAS, SHARED_CTAS = 4, 3
 # How many tails CTAs an SM holds fewer beside its first shared CTA, and beside each further one.
-DISPLACED = (2, 1)
+BESIDE_FIRST, BESIDE_OTHERS = 2, 1
 # A KV token takes a shared CTA this much of what it takes a tails CTA.
 SHARED_TOKEN = 0.7
 # What a work item costs a CTA besides its KV, in KV tokens of one head.
@@ -21,53 +21,82 @@ ITEM_TOKENS = 50
 
 
 def plan_work(
-    tiling: Tiling, num_partials: int, most_parts: int, tile_set: TileSet, heads: HeadConfig
+    packs: Packs, tiling: Tiling, splits: np.ndarray, tile_set: TileSet, num_kv_heads: int
 ) -> PlanWork:
-    """Totals of a plan's jobs, and how long its longest chain of work items is."""
-    first_shared = len(tile_set.tiles) - len(tile_set.shared)
-    shared = tiling.tile >= first_shared
-    block_m = np.array([tile.block_m for tile in tile_set.tiles])[tiling.tile]
-    block_n = np.array([tile.block_n for tile in tile_set.tiles])[tiling.tile]
-    items = tiling.row_tiles * tiling.splits
-    tokens = np.ceil(tiling.tokens / tiling.splits / block_n) * block_n
-    tail_chain, shared_chain = _chains(tokens, items, shared, tile_set.num_sms, heads.num_kv_heads)
+    """Totals of a plan whose jobs have `splits` int32 [J] KV splits, and how long its longest
+    chains of work items are."""
+    tiles = tile_set.tiles
     return PlanWork(
-        tail_tokens=int(tiling.tokens[~shared].sum()),
-        shared_tokens=int(tiling.tokens[shared].sum()),
-        reread_tokens=int((tiling.tokens * (tiling.row_tiles - 1))[shared].sum()),
-        shared_rows=int((tiling.tokens * tiling.row_tiles * block_m)[shared].sum()),
-        tail_items=int(items[~shared].sum()),
-        shared_items=int(items[shared].sum()),
-        tail_chain=tail_chain,
-        shared_chain=shared_chain,
-        partials=num_partials,
-        most_parts=most_parts,
-    )
+        *_plan_work(
+            packs.query_offset, packs.queries, tiling.pack_order, tiling.job_offset, tiling.tile,
+            tiling.row_tiles, tiling.tokens, splits,
+            np.array([tile.block_m for tile in tiles]), np.array([tile.block_n for tile in tiles]),
+            len(tiles) - len(tile_set.shared), tile_set.num_sms, num_kv_heads,
+        )
+    )  # fmt: skip
 
 
-def _chains(tokens, items, shared, num_sms: int, num_kv_heads: int) -> tuple[float, float]:
-    """When the last tails CTA and the last shared CTA are done, in KV tokens: tokens float [J] of
-    each job's items, items int [J], shared bool [J]. Of one KV head, which has its share of the
-    CTAs. Shared CTAs are launched first, and tails CTAs that found no room start when they end."""
-    order = np.argsort(-tokens, kind="stable")
+@cached_njit
+def _plan_work(
+    query_offset, queries, pack_order, job_offset, tile, row_tiles, tokens, splits,
+    block_m, block_n, first_shared, num_sms, num_kv_heads,
+):  # fmt: skip
+    """The fields of PlanWork, in their order."""
+    num_jobs = tile.size
+    parts = np.zeros(queries.max() + 1 if queries.size else 0, np.int64)
+    item_tokens = np.empty(num_jobs, np.int64)
+    tail_tokens, shared_tokens, reread_tokens, shared_rows = 0, 0, 0, 0
+    tail_items, shared_items = 0, 0
+    for job in range(num_jobs):
+        length, rows, t = np.int64(tokens[job]), np.int64(row_tiles[job]), tile[job]
+        blocks = -(-length // (splits[job] * block_n[t]))
+        item_tokens[job] = blocks * block_n[t] + ITEM_TOKENS
+        if t < first_shared:
+            tail_tokens += length
+            tail_items += rows * splits[job]
+        else:
+            shared_tokens += length
+            reread_tokens += length * (rows - 1)
+            shared_rows += length * rows * block_m[t]
+            shared_items += rows * splits[job]
+        for pack in pack_order[job_offset[job] : job_offset[job + 1]]:
+            for query in queries[query_offset[pack] : query_offset[pack + 1]]:
+                parts[query] += splits[job]
 
-    def queue(mask: np.ndarray) -> np.ndarray:
-        chosen = order[mask[order]]
-        return np.repeat(tokens[chosen], items[chosen]) + ITEM_TOKENS
+    tail_queue, shared_queue = np.empty(tail_items), np.empty(shared_items)
+    tail_items, shared_items = 0, 0
+    for job in np.argsort(-item_tokens, kind="mergesort"):
+        for _ in range(row_tiles[job] * splits[job]):
+            if tile[job] < first_shared:
+                tail_queue[tail_items] = item_tokens[job]
+                tail_items += 1
+            else:
+                shared_queue[shared_items] = item_tokens[job] * SHARED_TOKEN
+                shared_items += 1
+    tail_chain, shared_chain = _chains(tail_queue, shared_queue, num_sms, num_kv_heads)
+    parts = parts[parts > 1]
+    return (
+        tail_tokens, shared_tokens, reread_tokens, shared_rows, tail_items, shared_items,
+        tail_chain, shared_chain, parts.sum(), parts.max() if parts.size else 0,
+    )  # fmt: skip
 
-    def ctas(per_sm: int) -> int:
-        return max(1, num_sms * per_sm // num_kv_heads)
 
-    shared_ends = np.zeros(ctas(SHARED_CTAS))
-    shared_chain = run_queue(queue(shared), 1, shared_ends)
-    until = np.sort(shared_ends)[::-1] * SHARED_TOKEN
-    beside_first, beside_others = until[: ctas(1)], until[ctas(1) :]
-    waits = np.concatenate(
-        [np.repeat(beside_first, DISPLACED[0]), np.repeat(beside_others, DISPLACED[1])]
-    )
-    tail_starts = np.zeros(ctas(TAIL_CTAS))
-    tail_starts[: waits.size] = waits[: tail_starts.size]
-    return run_queue(queue(~shared), 1, tail_starts), shared_chain
+@cached_njit
+def _chains(tails, shared, num_sms, num_kv_heads):
+    """When the last tails CTA and the last shared CTA of one KV head, which has its share of the
+    CTAs, are done with these items. Shared CTAs are launched first, and tails CTAs that found no
+    room start when they end."""
+    shared_ends = np.zeros(max(1, num_sms * SHARED_CTAS // num_kv_heads))
+    tail_starts = np.zeros(max(1, num_sms * TAIL_CTAS // num_kv_heads))
+    shared_chain = run_queue(shared, 1, shared_ends)
+    sms = max(1, num_sms // num_kv_heads)
+    waiting = 0
+    for i, end in enumerate(np.sort(shared_ends)[::-1]):
+        for _ in range(BESIDE_FIRST if i < sms else BESIDE_OTHERS):
+            if waiting < tail_starts.size:
+                tail_starts[waiting] = end
+                waiting += 1
+    return run_queue(tails, 1, tail_starts), shared_chain
 
 
 @cached_njit

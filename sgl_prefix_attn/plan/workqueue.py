@@ -1,4 +1,4 @@
-"""Packs + tiling -> the plan's int32 words (layout in kernels/layout.py)."""
+"""Packs + tiling + splits -> the plan's int32 words (layout in kernels/layout.py)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import numpy as np
 from numba import njit
 
 from sgl_prefix_attn.kernels import layout as L
-from sgl_prefix_attn.plan.tiles import TileSet, Tiling
-from sgl_prefix_attn.plan.work import plan_work
-from sgl_prefix_attn.records import Forest, HeadConfig, Merges, Packs, Plan, PlanStats
+from sgl_prefix_attn.plan.tiles import Tiling
+from sgl_prefix_attn.records import Forest, Merges, Packs, Plan, PlanStats, PlanWork
 
 # Segments start at multiples of this many entries, so that their slots load as whole vectors.
 SEGMENT_ALIGN = 16
@@ -19,12 +18,12 @@ def serialize(
     merges: Merges,
     packs: Packs,
     tiling: Tiling,
+    splits: np.ndarray,
+    work: PlanWork,
     *,
-    tile_set: TileSet,
-    heads: HeadConfig,
     headroom: int,
 ) -> Plan:
-    """Lay out segments, partial rows and work items of a step.
+    """Lay out segments, partial rows and work items of a step; splits int32 [J] of its jobs.
 
     Every tail segment gets `headroom` spare entries (PackInfer's delta), so that requests can grow
     that many tokens before a new plan. Partial rows of a request stand together, in the order of
@@ -32,10 +31,10 @@ def serialize(
     stand together, longest first.
     """
     batch = forest.tail_parent.size
-    words, index_slots, num_partials, most_parts, num_items = _serialize(
+    words, index_slots, num_partials, num_items = _serialize(
         packs.kv_start, packs.kv_end, packs.tail, packs.query_offset, packs.queries, batch,
         tiling.pack_order, tiling.job_offset, tiling.tile, tiling.row_tiles,
-        tiling.queries_per_tile, tiling.splits, np.argsort(-tiling.item_time, kind="stable"),
+        tiling.queries_per_tile, splits, np.argsort(-tiling.step_share / splits, kind="stable"),
         headroom,
     )  # fmt: skip
     kv_len = packs.kv_end - packs.kv_start
@@ -56,7 +55,7 @@ def serialize(
         appends_left=headroom,
         seq_lens=forest.seq_lens.copy(),
         stats=stats,
-        work=plan_work(tiling, num_partials, most_parts, tile_set, heads),
+        work=work,
         forest=forest,
         merges=merges,
         packs=packs,
@@ -82,11 +81,7 @@ def _serialize(
             pack_splits[pack] = splits[job]
             for e in range(query_offset[pack], query_offset[pack + 1]):
                 parts[queries[e]] += splits[job]
-    num_merges, most_parts = 0, 0
-    for row in range(batch):
-        if parts[row] > 1:
-            num_merges += 1
-            most_parts = max(most_parts, parts[row])
+    num_merges = np.count_nonzero(parts > 1)
 
     segments = L.HEADER_WORDS
     tails = segments + num_packs * L.SEGMENT_WORDS
@@ -178,4 +173,4 @@ def _serialize(
                 words[w + L.I_ENTRY] = first_entry[job] + first
                 words[w + L.I_NUM_QUERIES] = min(queries_per_tile[job], num_queries[job] - first)
                 write[t] = w + L.ITEM_WORDS
-    return words, dst, num_partials, most_parts, num_items
+    return words, dst, num_partials, num_items

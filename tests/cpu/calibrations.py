@@ -11,15 +11,14 @@ from sgl_prefix_attn.calibration.codec import FEATURES
 from sgl_prefix_attn.calibration.record import Calibration, CalibrationKey, Origin
 from sgl_prefix_attn.calibration.stockwork import stock_work
 from sgl_prefix_attn.calibration.timemodel import (
-    PREFIX_COEFFICIENTS,
     STOCK_COEFFICIENTS,
     Correction,
     TimeModel,
-    prefix_physical,
     stock_physical,
 )
 from sgl_prefix_attn.plan import CostModel
 from sgl_prefix_attn.plan.costs import GPU_RATES
+from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS, prefix_physical
 from sgl_prefix_attn.records import HeadConfig
 
 HEADS = HeadConfig(8, 2, 64)
@@ -30,7 +29,7 @@ TASK = run.Task(KEY, NUM_SMS, VERSIONS, seed=0, count=60, pool_tokens=1 << 17)
 ORIGIN = Origin(seed=3, batches=100, pool_tokens=1 << 17, date="2026-11-20")
 # Neither model's starting point.
 STOCK = (5.0, 0.3, 0.05, 1.3, 0.2, 0.8, 2.5)
-PREFIX = (7.0, 2.0, 0.02, 0.03, 1.6, 0.05, 1.2, 0.3, 0.5, 1.4, 0.7, 1.8)
+PREFIX = (6.0, 2.0, 0.02, 1.6, 0.05, 1.2, 0.3, 0.5, 1.4, 1.8)
 
 
 def model(coefficients, features: int, seed: int) -> TimeModel:

@@ -102,7 +102,7 @@ def splitting_tiles(heads: HeadConfig, packed=True) -> TileSet:
         packed_tickets=1,
         num_sms=4,
         min_split=16,
-        longest=0.2,
+        longest=(0.2,),
     )  # fmt: skip
 
 

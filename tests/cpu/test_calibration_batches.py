@@ -25,6 +25,7 @@ from sgl_prefix_attn.calibration.stockwork import (
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.packs import make_packs
 from sgl_prefix_attn.plan.profit import choose_merges
+from sgl_prefix_attn.plan.splits import split_jobs
 from sgl_prefix_attn.plan.tiles import tile_packs
 from sgl_prefix_attn.plan.work import ITEM_TOKENS, SHARED_CTAS, SHARED_TOKEN, TAIL_CTAS
 from sgl_prefix_attn.records import HeadConfig
@@ -156,15 +157,14 @@ def test_the_order_of_requests_counts():
     assert chains == [1280 + PIECE_TOKENS, 1280 + PIECE_TOKENS + 128 + PIECE_TOKENS]
 
 
-def plain_plan_work(tiling, tile_set, heads):
+def plain_plan_work(tiling, splits_of, tile_set, heads):
     """Totals and chains, one work item at a time."""
     sums = {name: 0 for name in ("tail_tokens", "shared_tokens", "reread_tokens", "shared_rows",
                                  "tail_items", "shared_items")}  # fmt: skip
     items = {"tail": [], "shared": []}
     for job in range(tiling.tile.size):
         tile = tile_set.tiles[tiling.tile[job]]
-        tokens, rows, splits = (int(x[job]) for x in (tiling.tokens, tiling.row_tiles,
-                                                      tiling.splits))  # fmt: skip
+        tokens, rows, splits = (int(x[job]) for x in (tiling.tokens, tiling.row_tiles, splits_of))
         kind = "tail" if tile.requests else "shared"
         sums[f"{kind}_tokens"] += tokens
         sums[f"{kind}_items"] += rows * splits
@@ -187,13 +187,13 @@ def plain_plan_work(tiling, tile_set, heads):
         first = starts.index(min(starts))
         starts[first] += item + ITEM_TOKENS
         last = max(last, starts[first])
-    return sums | {"shared_chain": max(free), "tail_chain": last}
+    return sums | {"shared_chain": max(free) * SHARED_TOKEN, "tail_chain": last}
 
 
-def parts_of_requests(packs, tiling):
+def parts_of_requests(packs, tiling, splits_of):
     """Partial results that each request gets."""
     parts = [0] * (packs.queries.max() + 1)
-    for job, splits in enumerate(tiling.splits):
+    for job, splits in enumerate(splits_of):
         for pack in tiling.pack_order[tiling.job_offset[job] : tiling.job_offset[job + 1]]:
             for query in packs.queries[packs.query_offset[pack] : packs.query_offset[pack + 1]]:
                 parts[query] += int(splits)
@@ -212,8 +212,9 @@ def test_plan_work(paths, heads, strategy):
     forest = build_forest(paths)
     packs = make_packs(forest, choose_merges(forest, strategy, maker.costs))
     tiling = tile_packs(packs, maker.tile_set, maker.costs)
-    parts = parts_of_requests(packs, tiling)
-    wanted = plain_plan_work(tiling, maker.tile_set, heads) | {
+    splits, _ = split_jobs(packs, tiling, maker.tile_set, maker.costs)
+    parts = parts_of_requests(packs, tiling, splits)
+    wanted = plain_plan_work(tiling, splits, maker.tile_set, heads) | {
         "partials": sum(n for n in parts if n > 1),
         "most_parts": max((n for n in parts if n > 1), default=0),
     }

@@ -13,13 +13,12 @@ from sgl_prefix_attn.calibration.codec import FEATURES, CalibrationError, decode
 from sgl_prefix_attn.calibration.record import Origin
 from sgl_prefix_attn.calibration.store import Folders, file_name, find, load, save
 from sgl_prefix_attn.calibration.timemodel import (
-    PREFIX_COEFFICIENTS,
     prefix_features,
-    prefix_physical,
     stock_features,
     stock_physical,
 )
 from sgl_prefix_attn.plan.costs import GPU_RATES
+from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS, prefix_physical
 from sgl_prefix_attn.records import HeadConfig
 from tests.cpu.calibrations import KEY, NUM_SMS, ORIGIN, VERSIONS, calibration
 

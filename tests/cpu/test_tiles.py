@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from sgl_prefix_attn.kernels import layout as L
-from sgl_prefix_attn.plan import Planner, TileConfig, TileSet
+from sgl_prefix_attn.plan import CostModel, Planner, TileConfig, TileSet
+from sgl_prefix_attn.plan.estimate import estimated_us
 from sgl_prefix_attn.records import HeadConfig
-from tests.cpu.forests import path_table, splitting_costs
+from tests.cpu.forests import path_table, random_paths, splitting_costs
 from tests.cpu.plan_words import check_coverage, items
 
 HEADS = HeadConfig(8, 2, 64)
@@ -86,7 +87,7 @@ def test_without_packed_tails_every_tile_is_usable():
 
 def test_no_split_below_min_split():
     paths = path_table([(-1, 127)], [0, 0], [127, 128])
-    tiles = tile_set(min_split=128, longest=1e-6)
+    tiles = tile_set(min_split=128, longest=(1e-6,))
     assert all((q[:, L.I_NUM_SPLITS] == 1).all() for _, q in items(naive_plan(paths, tiles)))
     paths = path_table([(-1, 129)], [0, 0], [127, 128])
     shared = [q for _, q in items(naive_plan(paths, tiles)) if (q[:, L.I_LEN] != L.GROWS).all()]
@@ -101,12 +102,30 @@ def test_launching_costs_keep_short_steps_whole():
     assert all((q[:, L.I_NUM_SPLITS] == 1).all() for _, q in items(make.plan(paths)))
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_splits_are_those_with_the_lowest_estimate(seed):
+    paths = random_paths(seed, 12, 6, lengths=(16, 200, 900, 3000))
+    costs = CostModel.for_gpu("H100", HEADS)
+
+    def estimate(*shares):
+        tiles = tile_set(num_sms=64, longest=shares)
+        plan = Planner(HEADS, tile_set=tiles, strategy="naive", costs=costs).plan(paths)
+        check_coverage(plan, paths)
+        return estimated_us(plan.work, costs)
+
+    shares = (0.75, 0.55, 0.4, 0.2, 1.0)
+    alone = [estimate(share) for share in shares]
+    assert len(set(alone)) > 1, "the shares differ here"
+    assert estimate(*shares) == min(alone)
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
         ({"tail": TileConfig(16, 32)}, "tail must be a tails tile for one request"),
         ({"packed_tail": TileConfig(16, 32, requests=1)}, "packed_tail must be a tails tile"),
-        ({"longest": 0.0}, "longest must be positive"),
+        ({"longest": (0.75, 0.0)}, "longest must hold positive shares"),
+        ({"longest": ()}, "longest must hold positive shares"),
         ({"num_sms": 0}, "must be at least 1"),
         ({"min_split": 0}, "must be at least 1"),
     ],
