@@ -44,7 +44,10 @@ _PRIVATE_TOKENS = 37
 
 
 class RadixCache:
-    """Has the name by which tree.py knows SGLang's radix cache; it reads nothing of it."""
+    """Has the name by which tree.py knows SGLang's radix cache, and a count of remaps: nothing else
+    of it is read."""
+
+    prefix_attn_remaps = 0
 
 
 RadixCache.__module__ = "sglang.srt.mem_cache.radix_cache"

@@ -22,7 +22,13 @@ from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.metrics.stepcount import StepCount
 from sgl_prefix_attn.policy import PREFIX, STOCK_STEPS, BatchFacts, decide
 from sgl_prefix_attn.records import Decision, Plan
-from sgl_prefix_attn.tree import TreeInvariantError, check_paths, read_paths, unsupported_tree
+from sgl_prefix_attn.tree import (
+    TreeInvariantError,
+    check_paths,
+    read_paths,
+    remaps,
+    unsupported_tree,
+)
 
 
 @dataclass(frozen=True)
@@ -163,7 +169,7 @@ class StepPreparer:
         try:
             if self.settings.check:
                 check_paths(read_paths(reqs, tree_cache, seq_lens), reqs, tree_cache, req_to_token)
-            cause = self.lifetime.stale(reqs, seq_lens)
+            cause = self.lifetime.stale(reqs, seq_lens, remaps(tree_cache))
             if cause is not None:
                 # Until the look has succeeded there is none: a failed try must look again.
                 self.lifetime.invalidate(cause)

@@ -36,6 +36,12 @@ def unsupported_tree(tree_cache) -> str | None:
     return f"tree:{kind.__name__}"
 
 
+def remaps(tree_cache) -> int | None:
+    """How often running requests may have got other nodes or slots so far (patches/remaps.py).
+    None: not counted, as in a cache that keeps no tree."""
+    return getattr(tree_cache, "prefix_attn_remaps", None)
+
+
 def read_paths(reqs: Sequence, tree_cache, seq_lens: np.ndarray) -> PathTable:
     """Prefix paths of the batch in O(nodes + requests).
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from sgl_prefix_attn import lifetime as lifetime_module
 from sgl_prefix_attn.lifetime import CAUSES, PlanLifetime
 from tests.cpu.fake_sglang import Node, World
 
@@ -108,6 +109,39 @@ def test_condition_b_new_allocation_without_a_tree(world):
     for req in world.reqs:
         req.kv = SimpleNamespace(kv_allocated_len=7)
     assert lifetime.stale(world.reqs, lens + 1) == "mapping"
+
+
+def test_a_steady_step_reads_no_request(world, planned, monkeypatch):
+    assert planned.stale(world.reqs, world.seq_lens(2), 7) is None
+    monkeypatch.setattr(lifetime_module, "_mapping", lambda reqs: 1 / 0)
+    for grown in (2, 3, 4):
+        assert planned.stale(world.reqs, world.seq_lens(grown), 7) is None
+        planned.stepped()
+    assert planned.stale(world.reqs, world.seq_lens(4), 7) == "lengths"
+    assert planned.stale(world.reqs[:3], world.seq_lens(5)[:3], 7) == "composition"
+
+
+@pytest.mark.parametrize("event", ["counted", "another_list", "not_counted"])
+def test_condition_b_is_looked_for_whenever_sglang_may_have_remapped(world, planned, event):
+    reqs = world.reqs
+    remaps = {"counted": (7, 8), "another_list": (7, 7), "not_counted": (None, None)}[event]
+    assert planned.stale(reqs, world.seq_lens(2), remaps[0]) is None
+    reqs[2].kv = SimpleNamespace(kv_allocated_len=7)
+    reqs = list(reqs) if event == "another_list" else reqs
+    for _ in range(2):  # until there is another plan
+        assert planned.stale(reqs, world.seq_lens(2), remaps[1]) == "mapping"
+    planned.planned(reqs, world.seq_lens(2), appends_left=8)
+    assert planned.stale(reqs, world.seq_lens(2), remaps[1]) is None
+
+
+def test_a_new_plan_is_compared_with_the_requests_once_more(world, planned):
+    """The count may have been taken before SGLang remapped, the plan after it."""
+    assert planned.stale(world.reqs, world.seq_lens(2), 7) is None
+    planned.planned(world.reqs, world.seq_lens(2), appends_left=8)
+    world.reqs[1].cache_protected_len += 1
+    lens = world.seq_lens(2)
+    lens[1] -= 1
+    assert planned.stale(world.reqs, lens, 7) == "mapping"
 
 
 def test_condition_c_mixed_chunk_moves_every_length(world, planned):

@@ -82,7 +82,7 @@ def test_a_failed_check_of_the_lifetime_is_a_stock_step_on_all_ranks(world, monk
     run(steps, world, 1)
     world.reqs.pop()  # the loaded plan holds for another batch
     with monkeypatch.context() as patched:
-        patched.setattr(steps.lifetime, "stale", lambda reqs, lens: 1 / 0)
+        patched.setattr(steps.lifetime, "stale", lambda *_: 1 / 0)
         assert run(steps, world, 2).decision == ERROR
     assert ranks.told == [True, False]
     assert run(steps, world, 3).new_plan is not None

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_prefix_attn.tree import TreeInvariantError, check_paths, read_paths, unsupported_tree
+from sgl_prefix_attn.patches import remaps as remaps_hook
+from sgl_prefix_attn.tree import (
+    TreeInvariantError,
+    check_paths,
+    read_paths,
+    remaps,
+    unsupported_tree,
+)
 from tests.cpu.fake_sglang import ChunkCache, HiRadixCache, Req, World, path
 
 PROMPTS = st.lists(
@@ -177,3 +184,14 @@ def test_each_node_is_walked_once():
     visited.clear()
     read(world)
     assert len(visited) <= 2 * 60 + 2 * 16
+
+
+def test_remaps_are_counted_for_each_cache():
+    first, second = World().cache, World().cache
+    assert remaps(first) is None, "nothing was counted yet"
+    counts = []
+    for _ in range(3):
+        remaps_hook.hook(first, object(), chunked=True)
+        counts.append(remaps(first))
+    assert len(set(counts)) == 3 and None not in counts
+    assert remaps(second) is None

@@ -43,6 +43,13 @@ def _read(path: Path) -> str:
 
 def _record_steps(stepstate, steps: Path, fault_file: Path):
     prepare = stepstate.StepPreparer.prepare
+    is_remapped = stepstate.PlanLifetime._is_remapped
+
+    def noted_is_remapped(self, reqs):
+        self.probe_read = True
+        return is_remapped(self, reqs)
+
+    stepstate.PlanLifetime._is_remapped = noted_is_remapped
     nth_step = {}
 
     def recorded(self, reqs, tree_cache, seq_lens, req_to_token):
@@ -67,6 +74,7 @@ def _record_steps(stepstate, steps: Path, fault_file: Path):
             "variant": step.decision.variant,
             "reason": step.decision.reason,
             "causes": [c for c in after if after[c] != before.get(c, 0)],
+            "requests_read": self.lifetime.__dict__.pop("probe_read", False),
             "requests": [req.rid for req in reqs],
             "seq_lens": seq_lens.tolist(),
             "nodes": plan.stats.num_nodes if plan else None,

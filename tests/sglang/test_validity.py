@@ -53,6 +53,14 @@ def test_steady_steps_do_not_plan(engines):
     assert sum(not step["causes"] for step in steps) > len(steps) / 2
 
 
+def test_steady_steps_read_no_request(engines):
+    """SGLang keeps its list of requests as long as none comes or goes."""
+    _, prefix = engines.both(BASE)
+    steps = prefix.steps["siblings", ""]
+    read = [step["requests_read"] for step in steps]
+    assert 0 < sum(read) < len(steps) / 3
+
+
 def test_retraction_without_a_tree_replans(engines):
     _, prefix = engines.both(NO_RADIX)
     assert "composition" in [cause for cause, _ in causes(prefix, "late_prompt")]

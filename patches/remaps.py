@@ -1,0 +1,22 @@
+"""Counts how often the radix cache may have given running requests other nodes and slots.
+
+Between two decode steps of the same requests nothing else does. So a step in which the count has
+not changed need not look at every request, which costs more than all other bookkeeping.
+"""
+
+from __future__ import annotations
+
+TARGET = "sglang.srt.mem_cache.radix_cache.RadixCache.cache_unfinished_req"
+WHY = "a plan is out of date when SGLang maps a running request to another one's slots"
+SGLANG = ("0.5.17",)
+
+
+def hook(tree_cache, *args, **kwargs):
+    """Before cache_unfinished_req: counted even where it fails halfway."""
+    tree_cache.prefix_attn_remaps = getattr(tree_cache, "prefix_attn_remaps", 0) + 1
+
+
+def register() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(TARGET, hook, HookType.BEFORE)
