@@ -8,13 +8,7 @@ from __future__ import annotations
 
 import pkgutil
 
-from sgl_prefix_attn.patches import (
-    batch_requests,
-    graph_capture,
-    graph_gate,
-    graph_key,
-    remaps,
-)
+from sgl_prefix_attn.patches import batch_requests, graph_capture, graph_gate, graph_key, remaps
 
 # Hooks that `--attention-backend prefix` cannot do without.
 PATCHES = [batch_requests, remaps, graph_capture, graph_key, graph_gate]
