@@ -2,11 +2,17 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from sgl_prefix_attn.kernels import layout as L
 from sgl_prefix_attn.plan import CostModel, Planner, TileConfig, TileSet
 from sgl_prefix_attn.plan.estimate import estimated_us
+from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.packs import make_packs
+from sgl_prefix_attn.plan.profit import choose_merges
+from sgl_prefix_attn.plan.splits import split_jobs
+from sgl_prefix_attn.plan.tiles import tile_packs
 from sgl_prefix_attn.records import HeadConfig
 from tests.cpu.forests import path_table, random_paths, splitting_costs
 from tests.cpu.plan_words import check_coverage, items
@@ -100,6 +106,21 @@ def test_launching_costs_keep_short_steps_whole():
     costs = replace(splitting_costs(HEADS), launch=1e6)
     make = Planner(HEADS, tile_set=tile_set(), strategy="naive", costs=costs)
     assert all((q[:, L.I_NUM_SPLITS] == 1).all() for _, q in items(make.plan(paths)))
+
+
+@pytest.mark.parametrize("share", [0.75, 0.2])
+def test_no_item_outlasts_its_share_of_the_step_unless_its_job_is_too_short(share):
+    paths = random_paths(1, 12, 6, lengths=(16, 200, 900, 3000))
+    costs, tiles = CostModel.for_gpu("H100", HEADS), tile_set(num_sms=64, longest=(share,))
+    forest = build_forest(paths)
+    packs = make_packs(forest, choose_merges(forest, "naive", costs))
+    tiling = tile_packs(packs, tiles, costs)
+    splits, _ = split_jobs(packs, tiling, tiles, costs)
+    full = splits == tiling.most_splits
+    assert (full | (tiling.step_share / splits <= share)).all()
+    # ... and one split less would
+    assert ((splits == 1) | (tiling.step_share / np.maximum(splits - 1, 1) > share)).all()
+    assert (splits > 1).any() and not full.all()
 
 
 @pytest.mark.parametrize("seed", range(8))
