@@ -10,12 +10,9 @@ import math
 from dataclasses import replace
 
 from sgl_prefix_attn.calibration.record import Calibration, CalibrationKey
-from sgl_prefix_attn.calibration.timemodel import (
-    STOCK_COEFFICIENTS,
-    TimeModel,
-)
+from sgl_prefix_attn.calibration.timemodel import STOCK_COEFFICIENTS, TimeModel
 from sgl_prefix_attn.plan.costs import GPU_RATES, known_rates
-from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS
+from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS, starts
 
 
 def scaled(found: Calibration, key: CalibrationKey) -> Calibration:
@@ -39,17 +36,13 @@ def conservative(key: CalibrationKey, num_sms: int, like: Calibration | None) ->
         versions={},
         num_sms=num_sms,
         rates=known_rates(key.gpu) or GPU_RATES["other"],
-        stock=TimeModel(like.stock.coefficients if like else _starts(STOCK_COEFFICIENTS)),
-        prefix=TimeModel(like.prefix.coefficients if like else _starts(PREFIX_COEFFICIENTS)),
+        stock=TimeModel(like.stock.coefficients if like else starts(STOCK_COEFFICIENTS)),
+        prefix=TimeModel(like.prefix.coefficients if like else starts(PREFIX_COEFFICIENTS)),
         samples=0,
         errors={},
         origin=None,
         source="conservative",
     )
-
-
-def _starts(coefficients: tuple) -> tuple[float, ...]:
-    return tuple(start for _, start, *_ in coefficients)
 
 
 def distance(found: CalibrationKey, key: CalibrationKey) -> tuple:

@@ -25,12 +25,19 @@ PREFIX_COEFFICIENTS = (
     ("chain", 1.9, 0.05, 20.0),
     ("norm", 1.1, 1.0, 20.0),
 )
-_START = tuple(start for _, start, *_ in PREFIX_COEFFICIENTS)
+
+
+def starts(coefficients: tuple) -> tuple[float, ...]:
+    """Of a table such as PREFIX_COEFFICIENTS: what holds until something is fitted."""
+    return tuple(start for _, start, *_ in coefficients)
+
+
+_PREFIX_START = starts(PREFIX_COEFFICIENTS)
 
 
 def estimated_us(work: PlanWork, costs: CostModel) -> float:
     """Without a calibration: good for comparing plans of one step."""
-    return prefix_physical(_START, work, costs)
+    return prefix_physical(_PREFIX_START, work, costs)
 
 
 def prefix_physical(c, work: PlanWork, costs: CostModel) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -74,7 +75,7 @@ class TileSet:
     def check_group(self, group_size: int) -> None:
         """Raise ValueError, naming the tile, unless the tails' tiles and the largest shared one
         hold a group's query heads."""
-        for tile in (*self.tiles[: -len(self.shared)], self.shared[-1]):
+        for tile in (*self.tiles[: self.first_shared], self.shared[-1]):
             requests = max(1, tile.requests)
             if tile.block_m < requests * group_size or tile.block_n % requests:
                 raise ValueError(
@@ -97,6 +98,21 @@ class TileSet:
     def tiles(self) -> tuple[TileConfig, ...]:
         packed = (self.packed_tail,) if self.packed_tail else ()
         return (self.tail, *packed, *self.shared)
+
+    @property
+    def first_shared(self) -> int:
+        """Index into `tiles` from which they are shared ones."""
+        return len(self.tiles) - len(self.shared)
+
+    @cached_property
+    def block_m(self) -> np.ndarray:
+        """int [tiles]"""
+        return np.array([tile.block_m for tile in self.tiles])
+
+    @cached_property
+    def block_n(self) -> np.ndarray:
+        """int [tiles]"""
+        return np.array([tile.block_n for tile in self.tiles])
 
 
 @dataclass(frozen=True)
@@ -153,19 +169,20 @@ def tile_packs(packs: Packs, tile_set: TileSet, costs: CostModel) -> Tiling:
     job_tokens = np.add.reduceat(kv_len[order], offset[:-1])
     job_queries = np.add.reduceat(queries[order], offset[:-1])
 
-    first_shared = 1 + (packed is not None)
+    first_shared = tile_set.first_shared
     tile = np.full(job_len.size, 1, np.int64)  # packed tails, unless overwritten
     tile[shared.size : singles] = 0
     row_tiles = np.ones(job_len.size, np.int64)
     per_tile = job_queries.copy()
     if shared.size:
-        chosen = _select_shared(job_queries[: shared.size], tile_set.shared, costs.group_size)
+        rows = tile_set.block_m[first_shared:]
+        chosen = _select_shared(job_queries[: shared.size], rows, costs.group_size)
         tile[: shared.size] = chosen[0] + first_shared
         row_tiles[: shared.size], per_tile[: shared.size] = chosen[1:]
 
-    block_m = np.array([t.block_m for t in tile_set.tiles])
     ctas = tile_set.num_sms * np.array([t.fill for t in tile_set.tiles])[tile]
-    per_token = np.maximum(costs.kv_token, block_m[tile] * costs.mma_row)  # whole GPU, all heads
+    # of the whole GPU, all heads
+    per_token = np.maximum(costs.kv_token, tile_set.block_m[tile] * costs.mma_row)
     # one CTA's time for a job's whole KV and one head
     job_time = job_tokens * per_token / costs.num_kv_heads * ctas
     step = (row_tiles * costs.num_kv_heads * (job_time + costs.item) / ctas).sum()
@@ -174,9 +191,8 @@ def tile_packs(packs: Packs, tile_set: TileSet, costs: CostModel) -> Tiling:
     return Tiling(*(c.astype(np.int32) for c in columns), job_time / (step + costs.launch))
 
 
-def _select_shared(queries, tiles: tuple[TileConfig, ...], group: int):
-    """(index into tiles, row tiles, queries per tile) of each shared pack."""
-    block_m = np.array([t.block_m for t in tiles])
+def _select_shared(queries, block_m: np.ndarray, group: int):
+    """(index into block_m, row tiles, queries per tile) of each shared pack."""
     most = block_m[-1] // group
     row_tiles = -(-queries // most)
     per_tile = -(-queries // row_tiles)

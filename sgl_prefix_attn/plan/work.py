@@ -25,13 +25,11 @@ def plan_work(
 ) -> PlanWork:
     """Totals of a plan whose jobs have `splits` int32 [J] KV splits, and how long its longest
     chains of work items are."""
-    tiles = tile_set.tiles
     return PlanWork(
         *_plan_work(
             packs.query_offset, packs.queries, tiling.pack_order, tiling.job_offset, tiling.tile,
-            tiling.row_tiles, tiling.tokens, splits,
-            np.array([tile.block_m for tile in tiles]), np.array([tile.block_n for tile in tiles]),
-            len(tiles) - len(tile_set.shared), tile_set.num_sms, num_kv_heads,
+            tiling.row_tiles, tiling.tokens, splits, tile_set.block_m, tile_set.block_n,
+            tile_set.first_shared, tile_set.num_sms, num_kv_heads,
         )
     )  # fmt: skip
 

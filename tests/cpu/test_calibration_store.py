@@ -12,11 +12,7 @@ from sgl_prefix_attn.calibration import run, store
 from sgl_prefix_attn.calibration.codec import FEATURES, CalibrationError, decode, encode
 from sgl_prefix_attn.calibration.record import Origin
 from sgl_prefix_attn.calibration.store import Folders, file_name, find, load, save
-from sgl_prefix_attn.calibration.timemodel import (
-    prefix_features,
-    stock_features,
-    stock_physical,
-)
+from sgl_prefix_attn.calibration.timemodel import prefix_features, stock_features, stock_physical
 from sgl_prefix_attn.plan.costs import GPU_RATES
 from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS, prefix_physical
 from sgl_prefix_attn.records import HeadConfig

@@ -24,15 +24,12 @@ from sgl_prefix_attn.calibration import store
 from sgl_prefix_attn.calibration.batches import draw
 from sgl_prefix_attn.calibration.predict import Predictor
 from sgl_prefix_attn.calibration.record import Calibration, CalibrationKey, Origin
-from sgl_prefix_attn.calibration.timemodel import (
-    STOCK_COEFFICIENTS,
-    TimeModel,
-)
+from sgl_prefix_attn.calibration.timemodel import STOCK_COEFFICIENTS, TimeModel
 from sgl_prefix_attn.envs import Settings
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.plan.costs import GpuRates
-from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS
+from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS, starts
 from sgl_prefix_attn.policy import decide
 from sgl_prefix_attn.records import HeadConfig, Prediction
 from sgl_prefix_attn.stepstate import StepPreparer
@@ -45,10 +42,7 @@ KEY = CalibrationKey(GPU, HeadConfig(32, 8, 128), "bfloat16", 1)
 def calibration(**changes) -> Calibration:
     """Coefficients of the right size, nothing fitted; a plan's launches cost 2 us more than
     FlashInfer's."""
-    stock, (_, *prefix) = (
-        tuple(start for _, start, _, _ in table)
-        for table in (STOCK_COEFFICIENTS, PREFIX_COEFFICIENTS)
-    )
+    stock, (_, *prefix) = starts(STOCK_COEFFICIENTS), starts(PREFIX_COEFFICIENTS)
     fields = {
         "key": KEY, "versions": store.versions(), "num_sms": SMS,
         "rates": GpuRates(bandwidth=2.9e6, mma=3e8, item=1.0, ctas=264, launch=9.0),
