@@ -19,7 +19,7 @@ def row(backend: str, rate: float, alternation: int, window: Window, timed: list
     """Figures of one replay; `timed` is engine_worker's answer, one for each request.
 
     Completed is a request with all its tokens; TTFT and TPOT are of those alone. Times in ms, TTFT
-    and lateness from the arrival that the trace asks for.
+    and lateness from the arrival that the trace asks for; `each` has those of every request.
     """
     pairs = list(zip(window.requests, timed, strict=True))
     done = [(request, t) for request, t in pairs if t["tokens"] == request.output]
@@ -40,6 +40,7 @@ def row(backend: str, rate: float, alternation: int, window: Window, timed: list
         "achieved_rate": len(done) / max(t["last"] for _, t in done) if done else 0.0,
         "ttft_ms": _quantiles(ttft),
         "tpot_ms": _quantiles(tpot),
+        "each": {"ttft_ms": _ms(ttft), "tpot_ms": _ms(tpot)},
         "late_ms": _quantiles(late) | {"max": 1e3 * max(late)},
         "error": errors[0] if errors else None,
     }
@@ -108,6 +109,10 @@ def _quantiles(seconds: list[float]) -> dict[str, float | None]:
         name: 1e3 * float(np.percentile(seconds, q)) if seconds else None
         for name, q in _QUANTILES.items()
     }
+
+
+def _ms(seconds: list[float]) -> list[float]:
+    return [round(1e3 * value, 3) for value in seconds]
 
 
 def _against(group: list[dict], stock: list[dict], metric: str) -> dict:

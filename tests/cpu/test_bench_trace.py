@@ -140,6 +140,7 @@ def test_figures_of_a_replay():
     assert (row["sent"], row["completed"], row["skipped"]) == (4, 2, 7)
     assert row["ttft_ms"]["median"] == pytest.approx(300)
     assert row["ttft_ms"]["p90"] == pytest.approx(460)
+    assert row["each"] == {"ttft_ms": [500, 100], "tpot_ms": [100]}
     assert row["tpot_ms"]["p99"] == pytest.approx(100)
     assert row["late_ms"]["max"] == pytest.approx(3)
     assert row["achieved_rate"] == pytest.approx(2 / 1.1)
@@ -152,6 +153,7 @@ def test_figures_when_nothing_completes():
     row = summary.row("prefix", 1.0, 0, window, [timed(0.0, None, None, 0, "refused")])
     assert row["completed"] == 0 and row["achieved_rate"] == 0.0
     assert row["ttft_ms"] == {"median": None, "p90": None, "p99": None}
+    assert row["each"] == {"ttft_ms": [], "tpot_ms": []}
     (entry,) = summary.summarise([row])
     assert entry["ttft_ms"]["median"] is None and entry["ttft_ms"]["p99_is"] is None
     assert "TTFT median -, p99 -" in summary.text(entry)
