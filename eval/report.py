@@ -121,9 +121,10 @@ def _trace_table(rows: list[dict], meta: dict) -> str:
             )
         )
     return (
-        f"`{meta['trace']}`, replayed from an empty cache each time: medians over "
-        f"{entries[0]['alternations']} alternations, with their ratio to {stock}'s for medians and "
-        f"their place in the range of {stock}'s alternations for p99. "
+        f"`{meta['trace']}`, replayed from an empty cache each time: medians over all requests of "
+        f"{entries[0]['alternations']} replays, with their ratio to {stock}'s and the median of "
+        "each request's own; p99 is the median of the replays' own, with its place in the range of "
+        f"{stock}'s. "
         f"{_few_requests(entries)}Prompt cached is the share of prompt tokens that came from the "
         "cache.\n\n"
     ) + "\n".join(lines)

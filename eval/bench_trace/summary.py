@@ -6,10 +6,11 @@ A row is one replay: a backend, a rate, an alternation. The stock backend is tha
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 
 import numpy as np
 
-from eval.bench_trace.trace import Window
+from eval.bench_trace.trace import Request, Window
 
 METRICS = ("ttft_ms", "tpot_ms")
 _QUANTILES = {"median": 50, "p90": 90, "p99": 99}
@@ -19,13 +20,13 @@ def row(backend: str, rate: float, alternation: int, window: Window, timed: list
     """Figures of one replay; `timed` is engine_worker's answer, one for each request.
 
     Completed is a request with all its tokens; TTFT and TPOT are of those alone. Times in ms, TTFT
-    and lateness from the arrival that the trace asks for; `each` has those of every request.
+    and lateness from the arrival that the trace asks for. `each` has those of every request, None
+    where it is not completed or, for TPOT, has one token.
     """
     pairs = list(zip(window.requests, timed, strict=True))
-    done = [(request, t) for request, t in pairs if t["tokens"] == request.output]
-    ttft = [t["first"] - request.at for request, t in done]
-    tpot = [(t["last"] - t["first"]) / (t["tokens"] - 1) for _, t in done if t["tokens"] > 1]
-    late = [t["sent"] - request.at for request, t in pairs]
+    done = [t for request, t in pairs if t["tokens"] == request.output]
+    ttft, tpot = zip(*(_times(request, t) for request, t in pairs), strict=True)
+    late = [1e3 * (t["sent"] - request.at) for request, t in pairs]
     errors = [t["error"] for t in timed if t["error"]]
     return {
         "backend": backend,
@@ -37,11 +38,11 @@ def row(backend: str, rate: float, alternation: int, window: Window, timed: list
         "input_tokens": sum(request.input for request in window.requests),
         "cached_tokens": sum(t["cached"] for t in timed),
         "output_tokens": sum(request.output for request in window.requests),
-        "achieved_rate": len(done) / max(t["last"] for _, t in done) if done else 0.0,
+        "achieved_rate": len(done) / max(t["last"] for t in done) if done else 0.0,
         "ttft_ms": _quantiles(ttft),
         "tpot_ms": _quantiles(tpot),
-        "each": {"ttft_ms": _ms(ttft), "tpot_ms": _ms(tpot)},
-        "late_ms": _quantiles(late) | {"max": 1e3 * max(late)},
+        "each": {"ttft_ms": _rounded(ttft), "tpot_ms": _rounded(tpot)},
+        "late_ms": _quantiles(late) | {"max": max(late)},
         "error": errors[0] if errors else None,
     }
 
@@ -91,10 +92,11 @@ def text(entry: dict) -> str:
 
 
 def cells(figures: dict) -> tuple[str, str]:
-    """Median and p99 of a metric as text: the ratio to stock, the place in stock's spread."""
+    """Median and p99 of a metric as text: both ratios to stock, the place in stock's spread."""
     if figures["median"] is None:
         return "-", "-"
-    ratio = "" if figures["ratio"] is None else f" ({figures['ratio']:.3f})"
+    ratios = [f"{figures[name]:.3f}" for name in ("ratio", "paired") if figures[name] is not None]
+    ratio = f" ({', '.join(ratios)})" if ratios else ""
     if figures["stock_p99"] is None:
         return f"{figures['median']:.2f} ms{ratio}", f"{figures['p99']:.1f} ms"
     low, high = figures["stock_p99"]
@@ -104,31 +106,59 @@ def cells(figures: dict) -> tuple[str, str]:
     )
 
 
-def _quantiles(seconds: list[float]) -> dict[str, float | None]:
+def _times(request: Request, t: dict) -> tuple[float | None, float | None]:
+    """TTFT and TPOT in ms."""
+    if t["tokens"] != request.output:
+        return None, None
+    ttft = 1e3 * (t["first"] - request.at)
+    return ttft, 1e3 * (t["last"] - t["first"]) / (t["tokens"] - 1) if t["tokens"] > 1 else None
+
+
+def _quantiles(times: Sequence[float | None]) -> dict[str, float | None]:
+    known = _known(times)
     return {
-        name: 1e3 * float(np.percentile(seconds, q)) if seconds else None
-        for name, q in _QUANTILES.items()
+        name: float(np.percentile(known, q)) if known else None for name, q in _QUANTILES.items()
     }
 
 
-def _ms(seconds: list[float]) -> list[float]:
-    return [round(1e3 * value, 3) for value in seconds]
+def _rounded(times: Sequence[float | None]) -> list[float | None]:
+    return [None if ms is None else round(ms, 3) for ms in times]
 
 
 def _against(group: list[dict], stock: list[dict], metric: str) -> dict:
-    """Medians over the alternations, the ratio to stock's, and where p99 lies in its range."""
-    median, base = _over(group, metric, "median"), _over(stock, metric, "median")
+    """How a metric of a backend's replays compares with stock's at the same rate.
+
+    median  of all requests of all alternations; `ratio` to stock's
+    paired  median over the requests of each one's own ratio, of the median of its alternations:
+            the chance that sorts a burst into prefills moves some requests far, and few ratios
+    p99     median of the alternations' own, and where it lies in the range of stock's
+    """
+    median, base = _pooled(group, metric), _pooled(stock, metric)
     p99 = _over(group, metric, "p99")
     spread = _values(stock, metric, "p99")
     known = p99 is not None and bool(spread)
     return {
         "median": median,
         "ratio": None if median is None or base is None else median / base,
+        "paired": _paired(group, stock, metric),
         "medians": _values(group, metric, "median"),
         "p99": p99,
         "stock_p99": [min(spread), max(spread)] if spread else None,
         "p99_is": place(p99, min(spread), max(spread)) if known else None,
     }
+
+
+def _pooled(group: list[dict], metric: str) -> float | None:
+    return _median([ms for entry in group for ms in entry["each"][metric]])
+
+
+def _paired(group: list[dict], stock: list[dict], metric: str) -> float | None:
+    ours, theirs = (
+        [_median(times) for times in zip(*(e["each"][metric] for e in entries), strict=True)]
+        for entries in (group, stock)
+    )
+    # Without stock replays at this rate there is nothing to pair with.
+    return _median([a / b if a and b else None for a, b in zip(ours, theirs, strict=bool(stock))])
 
 
 def place(value: float, low: float, high: float) -> str:
@@ -139,10 +169,17 @@ def place(value: float, low: float, high: float) -> str:
 
 
 def _values(group: list[dict], metric: str, quantile: str) -> list[float]:
-    values = (entry[metric][quantile] for entry in group)
-    return [value for value in values if value is not None]
+    return _known([entry[metric][quantile] for entry in group])
 
 
 def _over(group: list[dict], metric: str, quantile: str) -> float | None:
-    values = _values(group, metric, quantile)
-    return statistics.median(values) if values else None
+    return _median(_values(group, metric, quantile))
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = _known(values)
+    return statistics.median(known) if known else None
+
+
+def _known(values: Sequence[float | None]) -> list[float]:
+    return [value for value in values if value is not None]

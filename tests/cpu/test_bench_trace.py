@@ -140,7 +140,9 @@ def test_figures_of_a_replay():
     assert (row["sent"], row["completed"], row["skipped"]) == (4, 2, 7)
     assert row["ttft_ms"]["median"] == pytest.approx(300)
     assert row["ttft_ms"]["p90"] == pytest.approx(460)
-    assert row["each"] == {"ttft_ms": [500, 100], "tpot_ms": [100]}
+    assert row["each"] == {
+        "ttft_ms": [500, 100, None, None], "tpot_ms": [100, None, None, None]
+    }  # fmt: skip
     assert row["tpot_ms"]["p99"] == pytest.approx(100)
     assert row["late_ms"]["max"] == pytest.approx(3)
     assert row["achieved_rate"] == pytest.approx(2 / 1.1)
@@ -153,18 +155,19 @@ def test_figures_when_nothing_completes():
     row = summary.row("prefix", 1.0, 0, window, [timed(0.0, None, None, 0, "refused")])
     assert row["completed"] == 0 and row["achieved_rate"] == 0.0
     assert row["ttft_ms"] == {"median": None, "p90": None, "p99": None}
-    assert row["each"] == {"ttft_ms": [], "tpot_ms": []}
+    assert row["each"] == {"ttft_ms": [None], "tpot_ms": [None]}
     (entry,) = summary.summarise([row])
     assert entry["ttft_ms"]["median"] is None and entry["ttft_ms"]["p99_is"] is None
     assert "TTFT median -, p99 -" in summary.text(entry)
 
 
 def replay(backend, rate, median, p99):
-    times = {"median": median, "p90": p99, "p99": p99}
+    times, each = {"median": median, "p90": p99, "p99": p99}, [median, median, p99]
     return {
         "backend": backend, "rate": rate, "sent": 3, "completed": 3, "achieved_rate": rate,
         "input_tokens": 100, "cached_tokens": 20,
         "ttft_ms": times, "tpot_ms": times, "late_ms": {"p99": 1.0},
+        "each": {"ttft_ms": each, "tpot_ms": each},
     }  # fmt: skip
 
 
@@ -185,6 +188,38 @@ def test_summary_compares_with_the_first_backend_at_the_same_rate():
     assert entries[1.0, "low"]["p99_is"] == "below"
     assert entries[1.0, "stock"]["p99_is"] == "inside"
     assert entries[2.0, "stock"]["ratio"] == 1.0
+
+
+def test_the_median_is_of_all_requests_of_all_replays():
+    """Two of three replays coalesce a burst otherwise than the third."""
+    rows = [replay("stock", 1.0, 10.0, 30.0) for _ in range(3)]
+    for row, each in zip(rows, ([1.0, 2.0, 9.0], [3.0, 8.0, 9.0], [3.0, 8.0, 9.0]), strict=True):
+        row["each"]["ttft_ms"] = each
+    (entry,) = summary.summarise(rows)
+    assert entry["ttft_ms"]["median"] == 8.0
+    rows[0]["each"]["ttft_ms"] = [1.0, 2.0, 2.5]
+    (entry,) = summary.summarise(rows)
+    assert entry["ttft_ms"]["median"] == 3.0
+
+
+def test_each_request_is_paired_with_its_own_times_on_stock():
+    """A request that another place in its burst slowed tenfold is one ratio among others."""
+    rows = []
+    for slow in (1.0, 1.0, 10.0):
+        rows += [replay("stock", 1.0, 1.0, 1.0), replay("ours", 1.0, 1.0, 1.0)]
+        rows[-2]["each"]["ttft_ms"] = [100.0, 200.0, 300.0 * slow, 50.0]
+        rows[-1]["each"]["ttft_ms"] = [102.0 * slow, 206.0, 303.0, None]
+    entries = {e["backend"]: e["ttft_ms"] for e in summary.summarise(rows)}
+    assert entries["stock"]["paired"] == 1.0
+    assert entries["ours"]["paired"] == pytest.approx(1.02)  # of 1.02, 1.03, 1.01
+    assert "(1.373, 1.020)" in summary.cells(entries["ours"])[0]  # 206 / 150
+
+
+def test_a_rate_that_stock_did_not_replay_has_no_ratio():
+    rows = [replay("stock", 1.0, 1.0, 1.0), replay("ours", 2.0, 1.0, 1.0)]
+    figures = summary.summarise(rows)[1]["ttft_ms"]
+    assert (figures["median"], figures["ratio"], figures["paired"]) == (1.0, None, None)
+    assert summary.cells(figures) == ("1.00 ms", "1.0 ms")
 
 
 def test_summary_has_the_share_of_prompt_tokens_from_the_cache():

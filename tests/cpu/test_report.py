@@ -117,6 +117,7 @@ def trace_row(backend, alternation, ttft, p99, sent=10):
         "backend": backend, "rate": 2.0, "alternation": alternation, "sent": sent, "completed": 9,
         "input_tokens": 1000, "cached_tokens": 100 + 50 * alternation,
         "achieved_rate": 1.5, "ttft_ms": times, "tpot_ms": dict(times), "late_ms": {"p99": 0.5},
+        "each": {"ttft_ms": [ttft] * sent, "tpot_ms": [ttft] * sent},
     }  # fmt: skip
 
 
@@ -131,9 +132,9 @@ def test_the_table_of_a_trace(tmp_path, capsys):
     provenance.save(path, META | {"trace": "conversation.jsonl"}, rows)
     assert report.main([str(path)]) == 0
     text = capsys.readouterr().out
-    assert "`conversation.jsonl`, replayed" in text and "over 2 alternations" in text
-    stock = "101.00 ms (1.000) | 310.0 ms (inside 300.0 to 320.0)"
-    ours = "101.00 ms (1.000) | 351.0 ms (above 300.0 to 320.0)"
+    assert "`conversation.jsonl`, replayed" in text and "of 2 replays" in text
+    stock = "101.00 ms (1.000, 1.000) | 310.0 ms (inside 300.0 to 320.0)"
+    ours = "101.00 ms (1.000, 1.000) | 351.0 ms (above 300.0 to 320.0)"
     end = "12.5 % | 18 of 20 | 1.50 | 0.5 ms |"
     assert f"| 2 | flashinfer | {stock} | {stock} | {end}" in text
     assert f"| 2 | prefix | {ours} | {ours} | {end}" in text
