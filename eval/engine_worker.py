@@ -15,7 +15,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 MARK = "@@eval@@"
-_LEAD_S = 0.2  # from the order to the first arrival: every request waits for its time by then
+_LEAD_S = 0.2  # from the order to the first arrival
 _IDLE_S = 60.0  # a flush waits so long for the scheduler to notice that nothing runs
 
 
@@ -91,7 +91,8 @@ async def _one(engine, index: int, request: dict, events: dict) -> dict:
 
 
 def _replay(engine, path: str) -> dict:
-    """Times of the requests of a JSON file, each sent at its own time, from an empty cache.
+    """Times of the requests of a JSON file, each sent at its own time, from an empty cache. They
+    stand in order of arrival.
 
     A request has at, ids and new_tokens; its answer sent, first and last (token; None without
     one), tokens, cached (prompt tokens found in the radix cache), and error or None. All times in
@@ -106,12 +107,15 @@ async def _all_timed(engine, requests: list[dict]) -> list[dict]:
     if not flushed.success:
         raise RuntimeError(f"the radix cache was not flushed: {flushed.message}")
     start = time.perf_counter() + _LEAD_S
-    return await asyncio.gather(*(_timed(engine, request, start) for request in requests))
+    tasks = []
+    for request in requests:  # by one sender, so that none overtakes another
+        sent = _greedy(request)
+        await asyncio.sleep(start + request["at"] - time.perf_counter())
+        tasks.append(asyncio.create_task(_timed(engine, sent, start)))
+    return await asyncio.gather(*tasks)
 
 
-async def _timed(engine, request: dict, start: float) -> dict:
-    sent = _greedy(request)
-    await asyncio.sleep(start + request["at"] - time.perf_counter())
+async def _timed(engine, sent, start: float) -> dict:
     times = {"sent": time.perf_counter() - start, "first": None, "last": None}
     tokens, cached, error = 0, 0, None
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -92,9 +93,9 @@ def window(
 ) -> Window:
     """The `rate * seconds` requests that follow `skip` seconds of the trace, in `seconds`.
 
-    Their timestamps are all multiplied by one number, so the mean rate up to the next request is
-    `rate` and bursts stay bursts. A request of more than `longest` tokens, prompt and output, is
-    left out. Raises ValueError when the trace is too short.
+    Their arrivals (see spread) are all multiplied by one number, so the mean rate up to the next
+    request is `rate` and busy stretches stay busy. A request of more than `longest` tokens, prompt
+    and output, is left out. Raises ValueError when the trace is too short.
     """
     count = round(rate * seconds)
     if count < 1:
@@ -106,15 +107,30 @@ def window(
             f"rate {rate} for {seconds} s needs {count + 1} requests; after {skip} s the trace has "
             f"{len(fits)} of at most {longest} tokens"
         )
-    first, end = later[fits[0]].at, later[fits[count]].at
+    arrivals = spread([later[i] for i in fits])
+    first, end = arrivals[0].at, arrivals[count].at
     if end <= first:
         raise ValueError(f"the {count + 1} requests after {skip} s arrive all at once: no rate")
     stretch = count / rate / (end - first)
-    chosen = (later[i] for i in fits[:count])
     return Window(
-        tuple(replace(request, at=(request.at - first) * stretch) for request in chosen),
+        tuple(replace(r, at=(r.at - first) * stretch) for r in arrivals[:count]),
         skipped=fits[count] - count,
     )
+
+
+def spread(requests: list[Request]) -> list[Request]:
+    """Requests of one timestamp evenly over the time to the next one; those of the last stay.
+
+    A recorded time is a rounded one, Mooncake's to 3 s: sent as it stands, ten requests would come
+    at once every 3 s, and which of them share a prefill would be left to chance.
+    """
+    groups = [list(group) for _, group in groupby(requests, key=lambda request: request.at)]
+    ends = [group[0].at for group in groups[1:]] + [group[0].at for group in groups[-1:]]
+    return [
+        replace(request, at=request.at + (end - request.at) * i / len(group))
+        for group, end in zip(groups, ends, strict=True)
+        for i, request in enumerate(group)
+    ]
 
 
 def prompts(requests: tuple[Request, ...], block: int, vocab_size: int) -> list[list[int]]:

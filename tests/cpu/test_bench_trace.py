@@ -56,11 +56,19 @@ def test_a_scaled_prompt_fits_its_blocks():
         trace.scale(full, 0.0005)
 
 
-def test_a_window_has_the_rate_and_keeps_the_bursts():
+def test_requests_of_one_timestamp_are_spread_to_the_next():
+    requests = [request(at, hashes=[i]) for i, at in enumerate((0.0, 3.0, 3.0, 3.0, 4.5, 6.0, 6.0))]
+    arrivals = trace.spread(requests)
+    assert [r.at for r in arrivals] == pytest.approx([0, 3, 3.5, 4, 4.5, 6, 6])
+    assert [r.hashes for r in arrivals] == [r.hashes for r in requests]
+    assert trace.spread([]) == []
+
+
+def test_a_window_has_the_rate_and_the_trace_s_pace():
     requests = [request(float(at)) for at in (0, 3, 3, 6, 12, 12, 30)]
     window = trace.window(requests, rate=2.0, seconds=2.0, skip=1.0, longest=1000)
-    # Four requests of 3, 3, 6, 12 until the next at 12: nine seconds become two.
-    assert [r.at for r in window.requests] == pytest.approx([0, 0, 3 * 2 / 9, 2])
+    # Four requests of 3, 4.5, 6, 12 until the next at 21: eighteen seconds become two.
+    assert [r.at for r in window.requests] == pytest.approx([0, 1.5 / 9, 3 / 9, 1])
     assert window.skipped == 0
     slower = trace.window(requests, rate=1.0, seconds=4.0, skip=1.0, longest=1000)
     assert [r.at for r in slower.requests] == pytest.approx([2 * r.at for r in window.requests])
@@ -258,13 +266,24 @@ class Manager:
 def test_requests_are_sent_in_time_from_an_empty_cache(monkeypatch):
     monkeypatch.setattr(engine_worker, "_greedy", lambda request: request)
     engine = types.SimpleNamespace(tokenizer_manager=Manager())
-    requests = [{"name": name, "at": at} for name, at in (("b", 0.1), ("a", 0.0), ("refused", 0.2))]
-    b, a, refused = asyncio.run(engine_worker._all_timed(engine, requests))
+    requests = [{"name": name, "at": at} for name, at in (("a", 0.0), ("b", 0.1), ("refused", 0.2))]
+    a, b, refused = asyncio.run(engine_worker._all_timed(engine, requests))
     assert engine.tokenizer_manager.events == ["flush", "a", "b", "refused"]
     for answer, at in ((a, 0.0), (b, 0.1), (refused, 0.2)):
         assert answer["sent"] >= at
     assert a["sent"] < a["first"] < a["last"] and (a["tokens"], a["cached"]) == (2, 6)
     assert refused["error"] == "too long" and refused["first"] is None
+
+
+def test_requests_of_one_time_are_sent_in_their_order(monkeypatch):
+    monkeypatch.setattr(engine_worker, "_greedy", lambda request: request)
+    engine = types.SimpleNamespace(tokenizer_manager=Manager())
+    names = [str(i) for i in range(50)]
+    answers = asyncio.run(
+        engine_worker._all_timed(engine, [{"name": name, "at": 0.05} for name in names])
+    )
+    assert engine.tokenizer_manager.events == ["flush", *names]
+    assert [answer["tokens"] for answer in answers] == [2] * 50
 
 
 def test_a_cache_that_is_not_flushed_is_an_error():
