@@ -68,7 +68,27 @@ def create(runner):
     raise_if_unsupported(runner)
     if runner.is_draft_worker:
         return create_stock(runner)
+    advice = prefill_advice(runner.server_args)
+    if advice is not None:
+        logger.warning("%s", advice)
     return PrefixAttnBackend(runner, settings)
+
+
+def prefill_advice(server_args) -> str | None:
+    """How to keep the prefill that SGLang would choose for this GPU, if it is a faster one.
+
+    Prefill is the composed FlashInfer's; on Hopper SGLang's default is FlashAttention 3.
+    """
+    from sglang.srt.utils import is_hopper_with_cuda_12_3
+
+    prefill, _ = server_args.get_attention_backends()
+    if prefill != BACKEND_NAME or not is_hopper_with_cuda_12_3():
+        return None
+    return (
+        f"--attention-backend {BACKEND_NAME}: prefill runs on FlashInfer, which is slower on this "
+        "GPU than SGLang's default. To keep that: --prefill-attention-backend fa3 "
+        f"--decode-attention-backend {BACKEND_NAME}"
+    )
 
 
 def raise_if_unsupported(runner) -> None:

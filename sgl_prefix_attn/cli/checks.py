@@ -13,7 +13,7 @@ PLUGIN, PLATFORM = "prefix_attn", "prefix_attn_cpu"
 DIST = "sgl-prefix-attn"
 CPU_ENV = "SGL_PREFIX_ATTN_CPU_PLATFORM"
 CPU_ONLY_HOOKS = ("cpu_index_helpers",)
-OLDEST_ARCH = (8, 0)
+OLDEST_ARCH, HOPPER = (8, 0), (9, 0)
 CALIBRATE = "sgl-prefix-attn calibrate --model FOLDER takes minutes"
 
 
@@ -154,6 +154,14 @@ def check_device(facts: Facts) -> Check:
     return Check("device", FAIL, "torch sees no GPU and the CPU platform is not opted in", fix)
 
 
+def check_prefill(facts: Facts) -> Check:
+    """Prefill is the composed stock backend's; SGLang's default for Hopper is a faster one."""
+    if facts.arch != HOPPER:
+        return Check("prefill", OK, "FlashInfer" if facts.gpu else "torch")
+    detail = "FlashInfer; faster on this GPU is SGLang's default: --prefill-attention-backend fa3"
+    return Check("prefill", OK, f"{detail} --decode-attention-backend prefix")
+
+
 def check_compiler(facts: Facts) -> Check:
     """Triton compiles a small launcher with the C compiler at the first kernel launch."""
     if facts.compiler:
@@ -189,6 +197,7 @@ def run_checks(facts: Facts) -> list[Check]:
         check_settings(facts),
         *check_hooks(facts),
         check_device(facts),
+        check_prefill(facts),
         check_compiler(facts),
         check_calibration(facts),
     ]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sgl_prefix_attn.cli import doctor, facts, main
-from sgl_prefix_attn.cli.checks import FAIL, OK, WARN, run_checks
+from sgl_prefix_attn.cli.checks import FAIL, OK, WARN, check_prefill, run_checks
 from sgl_prefix_attn.cli.facts import EntryPoint, Facts, Hook
 
 OURS = EntryPoint("prefix_attn", "sgl_prefix_attn.plugin:register", "sgl-prefix-attn")
@@ -162,6 +162,13 @@ def test_the_calibration_of_a_gpu_is_looked_up(monkeypatch, tmp_path):
     )
     message, source = facts._calibration()
     assert source == "conservative" and "nothing is measured on NVIDIA X1" in message
+
+
+@pytest.mark.parametrize(("arch", "hint"), [((9, 0), True), ((8, 0), False), ((10, 0), False)])
+def test_on_hopper_the_faster_prefill_is_named(arch, hint):
+    check = check_prefill(replace(GOOD, arch=arch))
+    assert check.status == OK and check.detail.startswith("FlashInfer")
+    assert ("--prefill-attention-backend fa3" in check.detail) == hint
 
 
 def test_what_the_cpu_can_do_without():

@@ -44,6 +44,29 @@ def test_another_sglang_is_refused_and_gets_no_hooks(monkeypatch):
     assert plugin.version_problem() is None
 
 
+@pytest.mark.parametrize(
+    ("hopper", "names", "advised"),
+    [
+        (True, {"attention_backend": "prefix"}, True),
+        (True, {"prefill_attention_backend": "fa3", "decode_attention_backend": "prefix"}, False),
+        (False, {"attention_backend": "prefix"}, False),
+    ],
+)
+def test_on_hopper_the_faster_prefill_is_named(monkeypatch, hopper, names, advised):
+    from sglang.srt import utils
+    from sglang.srt.server_args import ServerArgs
+
+    monkeypatch.setattr(utils, "is_hopper_with_cuda_12_3", lambda: hopper)
+    backends = dict.fromkeys(
+        ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    )
+    args = SimpleNamespace(**backends | names)
+    args.get_attention_backends = lambda: ServerArgs.get_attention_backends(args)
+    advice = plugin.prefill_advice(args)
+    wanted = "--prefill-attention-backend fa3 --decode-attention-backend prefix"
+    assert advice.endswith(wanted) if advised else advice is None
+
+
 def test_a_hook_that_sglang_did_not_apply_is_named():
     from sglang.srt.plugins.hook_registry import HookRegistry
 
