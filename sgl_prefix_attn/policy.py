@@ -41,7 +41,9 @@ class ModelFacts:
     The layer fields say whether any layer of the model has the property.
     """
 
-    head_configs: int  # number of different (query heads, KV heads, head dims) among the layers
+    # Number of different (query heads, KV heads, head dims) among the layers; 0 where none is a
+    # module of the model, as in SGLang's Transformers backend.
+    head_configs: int
     equal_head_dims: bool  # query/key head dim equals value head dim
     sliding_window: bool
     cross_attention: bool
@@ -80,7 +82,9 @@ class BatchFacts:
 
 def unsupported_model(facts: ModelFacts) -> str | None:
     """Why no step of this model can run the prefix kernels, or None."""
-    if facts.head_configs != 1:
+    if facts.head_configs == 0:
+        return "layers:none"
+    if facts.head_configs > 1:
         return "layers:different_heads"
     if not facts.equal_head_dims:
         return "layers:head_dim"

@@ -53,11 +53,12 @@ def describe(
         kv_tokens[kind] * size.token_bytes / 1e9 for kind in ("read", "query_centric")
     )
     saved = query_centric - read
+    share = saved / query_centric if query_centric else 0.0  # no layers: no bytes
     parts = [
         f"Prefix attention, #step: {steps.total()}",
         *(f"{d.variant} ({d.reason}): {count}" for d, count in steps.most_common()),
         f"KV read: {read:.3f} GB",
-        f"KV saved: {saved:.3f} GB ({saved / query_centric:.1%})",
+        f"KV saved: {saved:.3f} GB ({share:.1%})",
     ]
     if last.predicted is not None:
         times = last.predicted

@@ -230,6 +230,14 @@ def test_a_line_every_interval_says_what_came_since_the_last(world, lines):
     assert "KV read: 0.236 GB, KV saved: 0.120 GB (33.7%), #plan: 0, planning (ms): 0.00" in second
 
 
+def test_a_model_without_layers_of_its_own_has_a_line_all_the_same(world, lines):
+    """As SGLang's Transformers backend, whose layers are no modules of the model."""
+    counters = StepCounters(decode_log=DecodeLog(1, KvSize.of([], 2)))
+    run(preparer(counters=counters, model_problem="layers:none"), world, 1)
+    (line,) = lines()
+    assert "stock (layers:none): 1, KV read: 0.000 GB, KV saved: 0.000 GB (0.0%)" in line
+
+
 def test_the_line_tells_both_predictions_of_the_last_decision(world, lines):
     times = Times(stock=30.04, prefix=20.0)
     steps = preparer(counters=StepCounters(decode_log=DecodeLog(2, SIZE)), predictor=times)

@@ -40,7 +40,7 @@ def test_a_plain_model_is_supported():
     ("change", "reason"),
     [
         ({"head_configs": 2}, "layers:different_heads"),
-        ({"head_configs": 0}, "layers:different_heads"),
+        ({"head_configs": 0}, "layers:none"),
         ({"equal_head_dims": False}, "layers:head_dim"),
         ({"sliding_window": True}, "layers:sliding_window"),
         ({"cross_attention": True}, "layers:cross_attention"),
