@@ -8,6 +8,7 @@ mapping      a request's path, protected length or KV allocation changed: SGLang
 lengths      the lengths are not the plan's plus the prefix steps since: a stock, mixed or
              otherwise unplanned step came between, and its tokens were never appended
 headroom     a request's index segment is full
+fault        the step could not be prepared, here or on another tensor-parallel rank
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 # Steps whose lengths are worked out together: one numpy call a step is a tenth of its host time.
 _AHEAD = 32
 
-CAUSES = ("first", "capture", "composition", "mapping", "lengths", "headroom")
+CAUSES = ("first", "capture", "composition", "mapping", "lengths", "headroom", "fault")
 
 
 class PlanLifetime:

@@ -87,7 +87,9 @@ class StepPreparer:
         self._agree = agree
         self._standing: dict[tuple, tuple[BatchFacts, Decision]] = {}
         self._looked: Decision | None = None  # what the last look decided
-        self._stock_steps_left = 0  # before the batch is looked at again
+        # What a look gave to stock kernels, and for how many steps before there is another.
+        self._stock: Decision | None = None
+        self._stock_steps_left = 0
         self._running: str | None = None  # variant of the last step ...
         self._steps = 0  # ... and for how many steps without a break
         self._prefix_steps = 0
@@ -103,12 +105,12 @@ class StepPreparer:
         if decision.variant == PREFIX and self._stock_steps_left > 0 and not self.settings.check:
             self._stock_steps_left -= 1
             self.lifetime.stepped()
-            decision = self._looked
+            decision = self._stock
         elif decision.variant == PREFIX:
             decision, plan = self._look_if_stale(facts, reqs, tree_cache, seq_lens, req_to_token)
             known = decision is self._looked
-            if known and decision.variant != PREFIX:
-                self._stock_steps_left = STOCK_STEPS - 1
+            if decision.variant != PREFIX:
+                self._stock, self._stock_steps_left = decision, STOCK_STEPS - 1
         self._steps = self._steps + 1 if self._running == decision.variant else 1
         self._running = decision.variant
         if known:
@@ -180,7 +182,7 @@ class StepPreparer:
         # Ranks share requests, lengths and calibration, so they get here at the same steps.
         if cause is not None or fault is not None or self.settings.check:
             if not self._agree(fault is None):
-                self.lifetime.invalidate("mapping")
+                self.lifetime.invalidate("fault")
                 return decide(replace(facts, fault=self._reason_of(fault))), None
         self.lifetime.stepped()
         return self._looked, plan

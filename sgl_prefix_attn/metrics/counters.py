@@ -93,10 +93,8 @@ class StepCounters:
         plans, outcome, start = self.plans.total(), FAILED, time.perf_counter()
         try:
             yield
-            outcome = NO_PLAN
+            outcome = PLANNED if self.plans.total() > plans else NO_PLAN
         finally:
-            if self.plans.total() > plans:
-                outcome = PLANNED
             seconds = time.perf_counter() - start
             self.look_seconds[outcome] += seconds
             if self.exporter is not None:

@@ -191,4 +191,5 @@ def test_a_plan_without_headroom_serves_one_step(world):
 
 
 def test_causes_are_named():
-    assert set(CAUSES) == {"first", "capture", "composition", "mapping", "lengths", "headroom"}
+    causes = {"first", "capture", "composition", "mapping", "lengths", "headroom", "fault"}
+    assert set(CAUSES) == causes

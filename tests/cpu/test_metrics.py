@@ -95,14 +95,14 @@ def test_time_on_the_host_is_told_apart_by_how_the_look_ended(world, registry, v
     assert value("plan_seconds_total", outcome="planned") is None
     times.least_us, times.stock_us = 1.0, 60.0
     world.reqs.pop()
-    for grown in range(2, STOCK_STEPS + 2):
+    for grown in range(2, 2 * STOCK_STEPS + 1):
         run(steps, world, grown)
     assert value("plan_seconds_total", outcome="failed") > 0
     assert value("plan_seconds_total", outcome="planned") is None
-    run(steps, world, STOCK_STEPS + 2)
+    run(steps, world, 2 * STOCK_STEPS + 1)
     planned = value("plan_seconds_total", outcome="planned")
     assert planned == steps.counters.plan_seconds > 0
-    run(steps, world, STOCK_STEPS + 3)
+    run(steps, world, 2 * STOCK_STEPS + 2)
     assert value("plan_seconds_total", outcome="planned") == planned, "a steady step"
 
 

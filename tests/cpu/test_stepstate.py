@@ -67,13 +67,23 @@ def test_the_graphs_decide_by_the_size_of_the_batch(world):
     assert run(steps, world, 3).decision == Decision("stock", "graph_batch_size")
 
 
-def test_a_planner_error_is_one_stock_step_counted_and_logged_once(world, caplog):
-    steps = preparer(plan_with=Failing(1, 2))
+def test_a_planner_error_is_some_stock_steps_counted_and_logged_once(world, caplog):
+    failing = Failing(1, 2)
+    steps = preparer(plan_with=failing)
     with caplog.at_level(logging.ERROR):
-        decisions = [run(steps, world, grown).decision for grown in (1, 2, 3, 4)]
-    assert decisions == [ERROR, ERROR, DEFAULT, DEFAULT]
+        decisions = [run(steps, world, 1 + i).decision for i in range(2 * STOCK_STEPS + 2)]
+    assert decisions == [ERROR] * 2 * STOCK_STEPS + [DEFAULT] * 2
+    assert failing.calls == 3, "a plan that fails is not made every step"
     assert len([r for r in caplog.records if "planner_error" in r.getMessage()]) == 1
-    assert steps.counters.steps == {ERROR: 2, DEFAULT: 2}
+    assert steps.counters.steps == {ERROR: 2 * STOCK_STEPS, DEFAULT: 2}
+    assert set(steps.counters.look_seconds) == {"failed", "planned"}
+
+
+def stock_until_the_next_look(steps, world, grown):
+    """After a step that failed; returns how many tokens the next step's requests have."""
+    for i in range(STOCK_STEPS - 1):
+        assert not run(steps, world, grown + i).is_prefix
+    return grown + STOCK_STEPS - 1
 
 
 def test_a_failed_check_of_the_lifetime_is_a_stock_step_on_all_ranks(world, monkeypatch):
@@ -85,7 +95,8 @@ def test_a_failed_check_of_the_lifetime_is_a_stock_step_on_all_ranks(world, monk
         patched.setattr(steps.lifetime, "stale", lambda *_: 1 / 0)
         assert run(steps, world, 2).decision == ERROR
     assert ranks.told == [True, False]
-    assert run(steps, world, 3).new_plan is not None
+    assert run(steps, world, stock_until_the_next_look(steps, world, 3)).new_plan is not None
+    assert steps.counters.plans == {"first": 1, "fault": 1}
 
 
 def test_a_failed_replan_does_not_revive_the_plan_before(world):
@@ -93,6 +104,7 @@ def test_a_failed_replan_does_not_revive_the_plan_before(world):
     run(steps, world, 1)
     gone = world.reqs.pop()
     assert run(steps, world, 2).decision == ERROR
+    stock_until_the_next_look(steps, world, 3)
     world.reqs.append(gone)
     # The batch that the loaded plan was made for is back, one token behind.
     again = run(steps, world, 2)
@@ -117,9 +129,10 @@ def test_a_planner_error_on_one_rank_is_a_stock_step_on_all(world):
     assert run(failing, world, 1).decision == ERROR
     assert run(other, world, 1).decision == Decision("stock", "other_rank")
     assert here.told == [False] and there.told == [True]
-    # The next step plans anew on both, though the other rank's first plan was good.
-    assert run(failing, world, 2).new_plan is not None
-    assert run(other, world, 2).new_plan is not None
+    # The next look plans anew on both, though the other rank's first plan was good.
+    for steps in (failing, other):
+        assert run(steps, world, stock_until_the_next_look(steps, world, 2)).new_plan is not None
+    assert here.told == [False, True] and there.told == [True, True]
 
 
 def test_ranks_talk_only_when_the_batch_was_looked_at(world):
@@ -136,6 +149,7 @@ def test_a_plan_that_does_not_fit_is_a_stock_step_on_every_rank(world):
     small = Capacity(words=10_000, index_slots=16, partials=100)
     steps = preparer(fits=small.covers)
     assert run(steps, world, 1).decision == Decision("stock", "plan_too_large")
+    assert set(steps.counters.look_seconds) == {"failed"}
 
 
 def test_check_mode_verifies_every_step_and_names_the_place(world, caplog):

@@ -56,6 +56,8 @@ def _record_steps(stepstate, steps: Path, fault_file: Path):
         before = dict(self.counters.plans)
         fault = _read(fault_file)
         nth = nth_step[fault] = nth_step.get(fault, -1) + 1
+        if nth == 0:
+            self._stock_steps_left = 0  # of the scenario before
         if _forces_stock(fault, nth):
             settings, self.settings = (
                 self.settings,
