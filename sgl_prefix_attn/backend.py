@@ -163,8 +163,11 @@ class PrefixAttnBackend(AttentionBackend):
         if not step.is_prefix or step.cross_check:
             self.stock.init_forward_metadata(forward_batch)
         if step.is_prefix:
-            self._load(step, forward_batch)
-            self._append(forward_batch)
+            try:
+                self._load(step, forward_batch)
+                self._append(forward_batch)
+            except Exception as error:
+                self._survive(error, forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch, in_capture: bool = False) -> None:
         """Before capture or replay of a graph.
@@ -198,7 +201,7 @@ class PrefixAttnBackend(AttentionBackend):
         """Attention of one layer: q [B, Hq * D], k and v [B, Hkv, D]; returns [B, Hq * D]."""
         options = sorted(name for name, value in kwargs.items() if value is not None)
         if options and self._active.is_prefix:
-            self._leave_prefix(options[0], forward_batch)
+            self._leave_prefix(f"layer_option:{options[0]}", forward_batch)
         if not self._active.is_prefix:
             return self.stock.forward_decode(
                 q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
@@ -216,15 +219,20 @@ class PrefixAttnBackend(AttentionBackend):
             batch_size = self._executor.plan.batch_size
             if len(q) > batch_size:
                 out[batch_size:] = 0  # padding rows, as in init_cuda_graph_state
-        self._executor.run(
-            q,
-            self.token_to_kv_pool.get_key_buffer(layer.layer_id),
-            self.token_to_kv_pool.get_value_buffer(layer.layer_id),
-            forward_batch.seq_lens,
-            out,
-            sm_scale=layer.scaling,
-            logits_soft_cap=layer.logit_cap,
-        )
+        try:
+            self._executor.run(
+                q,
+                self.token_to_kv_pool.get_key_buffer(layer.layer_id),
+                self.token_to_kv_pool.get_value_buffer(layer.layer_id),
+                forward_batch.seq_lens,
+                out,
+                sm_scale=layer.scaling,
+                logits_soft_cap=layer.logit_cap,
+            )
+        except Exception as error:
+            self._survive(error, forward_batch)
+            q = q.reshape(len(q), -1)
+            return self.stock.forward_decode(q, k, v, layer, forward_batch, save_kv_cache=False)
         out = out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
         if self._active.cross_check:
             self._cross_check(q, k, v, out, layer, forward_batch)
@@ -250,9 +258,19 @@ class PrefixAttnBackend(AttentionBackend):
     def _append(self, forward_batch) -> None:
         self._executor.append(forward_batch.seq_lens, forward_batch.out_cache_loc)
 
-    def _leave_prefix(self, option: str, forward_batch) -> None:
-        """A layer wants something that the prefix kernels do not do: stock, from here on."""
-        self._only_stock(f"layer_option:{option}")
+    def _survive(self, error: Exception, forward_batch) -> None:
+        """After kernels that could not be compiled or launched in an eager step: stock from here
+        on. Raises the error in a capture (variants.py sees to it), where the CUDA context is lost,
+        and where other ranks would go on with prefix kernels."""
+        capturing = self._active is self._padding
+        if capturing or self._runner.ps.tp_size > 1 or isinstance(error, torch.AcceleratorError):
+            raise error
+        logger.error("prefix kernels failed: %s", error, exc_info=error)
+        self._leave_prefix("kernel_error", forward_batch)
+
+    def _leave_prefix(self, reason: str, forward_batch) -> None:
+        """In the middle of a prefix step: stock, from here on."""
+        self._only_stock(reason)
         if self._active is not self._padding:
             # In a capture the stock graph of the same size has just left its metadata in place.
             self.stock.init_forward_metadata(forward_batch)

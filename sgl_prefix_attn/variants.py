@@ -54,9 +54,12 @@ class GraphVariants:
 
     def problem(self, batch_size: int) -> str | None:
         """Why a step of this batch size cannot replay a prefix graph; None when it can, or when
-        there is no graph at all for so many requests."""
+        there is no graph at all for so many requests and none failed: kernels that could not be
+        captured are not tried without a graph."""
         at = bisect_left(self._sizes, batch_size)
-        if at == len(self._sizes) or self._sizes[at] in self._with_prefix:
+        if at == len(self._sizes):
+            return "graph_capture_failed" if self._failed else None
+        if self._sizes[at] in self._with_prefix:
             return None
         return "graph_batch_size" if self._sizes[at] > self.max_bs else "graph_capture_failed"
 

@@ -129,6 +129,37 @@ def test_a_layer_option_turns_all_later_steps_to_stock(server):
     assert reasons == {"default", "layer_option:sinks"}
 
 
+@pytest.mark.parametrize("kernel", ["load", "append", "run"])
+def test_kernels_that_fail_in_an_eager_step_leave_a_server_with_stock_steps(
+    server, monkeypatch, caplog, kernel
+):
+    eager_step(server, 1)
+    server.world.reqs.pop()  # the next step loads a plan
+    with monkeypatch.context() as patched:
+        patched.setattr(server.backend._executor, kernel, lambda *_, **__: 1 / 0)
+        batch, _, out = eager_step(server, 2)
+    assert (out == 7.0).all() and server.stock.calls == ["metadata", "decode"]
+    assert "prefix kernels failed: division by zero" in caplog.text
+    _, _, out = eager_step(server, 3)
+    assert (out == 7.0).all()
+    assert server.backend.counters.steps[Decision("stock", "kernel_error")] == 1
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "error"), [(2, ValueError("no")), (1, torch.AcceleratorError("lost"))]
+)
+def test_where_going_on_is_not_safe_they_are_raised(monkeypatch, tp_size, error):
+    server = Server(monkeypatch, tp_size=tp_size)
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(server.backend._executor, "run", fail)
+    with pytest.raises(type(error)) as raised:
+        eager_step(server, 1)
+    assert raised.value is error
+
+
 def test_behind_an_unknown_wrapper_graphs_are_stock(server):
     server.runner.attn_backend = SimpleNamespace(primary=server.backend)
     server.backend.init_cuda_graph_state(4, 4)

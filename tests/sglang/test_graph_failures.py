@@ -14,6 +14,7 @@ from tests.sglang.fake_graph_runner import (
     assert_stock,
     captured,
     labels,
+    step,
 )
 from tests.sglang.fake_server import Server
 
@@ -48,6 +49,15 @@ def test_a_size_whose_second_label_failed_has_no_prefix_graph(server):
     runner.backend.failing[ShapeKey(4, None, "nolora+prefix")] = ValueError("cannot compile")
     runner.capture()
     assert_stock(runner, 1, lora_ids=["a"] * 3)
+
+
+def test_kernels_that_could_not_be_captured_are_not_tried_without_a_graph(server):
+    runner = GraphRunner(server, sizes=(1, 2))
+    runner.backend.failing[ShapeKey(2, None, "prefix")] = ValueError("cannot compile")
+    runner.capture()
+    _, _, out, replayed, _ = step(runner, 1)  # three requests
+    assert (out == 7.0).all() and not replayed
+    assert server.backend.counters.steps == {Decision("stock", "graph_capture_failed"): 1}
 
 
 def test_a_second_capture_does_not_trust_the_first(server):
