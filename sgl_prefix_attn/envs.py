@@ -13,6 +13,11 @@ from dataclasses import dataclass
 PREFIX = "SGL_PREFIX_ATTN_"
 
 
+def variable_name(field: str) -> str:
+    """The environment variable of a field of Settings."""
+    return PREFIX + field.upper()
+
+
 def _one_of(*allowed: str) -> tuple[Callable[[str], str], str]:
     def parse(text: str) -> str:
         if text not in allowed:
@@ -50,7 +55,7 @@ class Variable:
 
     @property
     def name(self) -> str:
-        return PREFIX + self.field.upper()
+        return variable_name(self.field)
 
     def read(self, environ: Mapping[str, str]) -> object:
         """The variable's value; an unset or empty one is the default.

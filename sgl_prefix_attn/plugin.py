@@ -56,20 +56,23 @@ def create(runner):
     """Build the attention backend of a ModelRunner.
 
     A draft model's runner gets the stock backend. Raises RuntimeError for an unsupported SGLang
-    or missing hooks, ValueError for an unsupported model or a bad environment value.
+    or missing hooks, ValueError for an unsupported model or an environment value that is bad or
+    not the same on all tensor-parallel ranks.
     """
     problem = version_problem()
     if problem is not None:
         raise RuntimeError(problem)
     from sgl_prefix_attn.backend import PrefixAttnBackend, create_stock
     from sgl_prefix_attn.envs import Settings
+    from sgl_prefix_attn.ranks import cpu_group, raise_unless_alike
 
     settings = Settings.from_env()
     raise_if_unsupported(runner)
     if runner.is_draft_worker:
         return create_stock(runner)
+    raise_unless_alike(settings, cpu_group(runner))
     advice = prefill_advice(runner.server_args)
-    if advice is not None:
+    if advice is not None and runner.ps.tp_rank == 0:
         logger.warning("%s", advice)
     return PrefixAttnBackend(runner, settings)
 
@@ -82,6 +85,9 @@ def prefill_advice(server_args) -> str | None:
     from sglang.srt.utils import is_hopper_with_cuda_12_3
 
     prefill, _ = server_args.get_attention_backends()
+    # With speculative decoding the default is not always FA3.
+    if server_args.speculative_algorithm is not None:
+        return None
     if prefill != BACKEND_NAME or not is_hopper_with_cuda_12_3():
         return None
     return (

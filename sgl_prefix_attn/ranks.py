@@ -1,16 +1,37 @@
-"""What tensor-parallel ranks have to agree on: captured all-reduces need the same graph on each."""
+"""What tensor-parallel ranks have to agree on: captured all-reduces need the same graph on each,
+and a rank that asks the others at a step at which they do not ask waits for ever.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 
 import torch
 import torch.distributed
+
+from sgl_prefix_attn.envs import Settings, variable_name
 
 
 def cpu_group(runner):
     """The process group of CPU tensors of a ModelRunner's tensor-parallel ranks, None for one."""
     return runner.tp_group.cpu_group if runner.ps.tp_size > 1 else None
+
+
+def raise_unless_alike(settings: Settings, group) -> None:
+    """Raise ValueError naming a variable that is not the same on all ranks of cpu_group(); every
+    rank of a group calls this."""
+    if group is None:
+        return
+    everyone: list = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(everyone, settings, group=group)
+    for field in fields(Settings):
+        values = [getattr(other, field.name) for other in everyone]
+        if len(set(values)) > 1:
+            raise ValueError(
+                f"{variable_name(field.name)} differs between tensor-parallel ranks: "
+                f"{', '.join(map(str, values))}. Set it alike on every node"
+            )
 
 
 def agreement(runner) -> Callable[[bool], bool]:

@@ -9,8 +9,9 @@ from sgl_prefix_attn.metrics.exporter import PrometheusExporter
 
 
 def counters_of(runner) -> StepCounters:
-    """Tensor-parallel rank 0 logs and, with --enable-metrics, exports; the others only count."""
-    if runner.ps.tp_rank != 0:
+    """Tensor-parallel rank 0 of the first pipeline stage logs and, with --enable-metrics, exports;
+    the others run the same steps and only count."""
+    if runner.ps.tp_rank != 0 or runner.ps.pp_rank != 0:
         return StepCounters()
     args = runner.server_args
     size = KvSize.of(modelinfo.attention_layers(runner), runner.kv_cache_dtype.itemsize)

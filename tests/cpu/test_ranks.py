@@ -6,7 +6,8 @@ import pytest
 import torch.distributed
 import torch.multiprocessing
 
-from sgl_prefix_attn.ranks import agreement
+from sgl_prefix_attn.envs import Settings
+from sgl_prefix_attn.ranks import agreement, raise_unless_alike
 
 
 def runner(size, group=None):
@@ -18,6 +19,7 @@ def runner(size, group=None):
 def test_one_rank_decides_alone_and_needs_no_process_group():
     agree = agreement(runner(1))
     assert agree(True) and not agree(False)
+    raise_unless_alike(Settings(), None)
 
 
 def rank(index, store, says, results):
@@ -36,3 +38,33 @@ def test_every_rank_hears_of_a_fault_on_any(tmp_path):
         results = manager.dict()
         torch.multiprocessing.spawn(rank, (tmp_path / "store", says, results), nprocs=2)
         assert dict(results) == {i: [True, False, False, False] for i in range(2)}
+
+
+def compared(index, store, settings, results):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=index, world_size=2
+    )
+    said = []
+    for each in settings:
+        try:
+            raise_unless_alike(each[index], torch.distributed.group.WORLD)
+            said.append(None)
+        except ValueError as error:
+            said.append(str(error))
+    results[index] = said
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.timeout(120)
+def test_a_variable_that_is_not_the_same_on_all_ranks_is_named(tmp_path):
+    few, stock = Settings(max_variant_bs=8), Settings(policy="stock")
+    settings = [(few, few), (Settings(), few), (stock, Settings())]
+    with torch.multiprocessing.Manager() as manager:
+        results = manager.dict()
+        arguments = (tmp_path / "store", settings, results)
+        torch.multiprocessing.spawn(compared, arguments, nprocs=2)
+        here, there = results[0], results[1]
+    assert here == there and here[0] is None
+    assert here[1].startswith("SGL_PREFIX_ATTN_MAX_VARIANT_BS differs between")
+    assert here[1].endswith("65536, 8. Set it alike on every node")
+    assert here[2].startswith("SGL_PREFIX_ATTN_POLICY differs")

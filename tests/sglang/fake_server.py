@@ -93,7 +93,7 @@ class Server:
             model=torch.nn.Sequential(self.layer),
             req_to_token_pool=SimpleNamespace(size=16, req_to_token=self.world.req_to_token),
             token_to_kv_pool=Pool(4096),
-            ps=SimpleNamespace(tp_rank=0, tp_size=tp_size),
+            ps=SimpleNamespace(tp_rank=0, tp_size=tp_size, pp_rank=0),
             tp_group=SimpleNamespace(cpu_group=None),
             server_args=SimpleNamespace(
                 enable_metrics=False,

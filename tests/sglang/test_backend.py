@@ -198,4 +198,6 @@ def test_rank_0_logs_with_the_size_of_its_own_kv(server, monkeypatch):
     counters_of(server.runner)
     server.runner.ps.tp_rank = 1
     assert counters_of(server.runner).decode_log is None
+    server.runner.ps = SimpleNamespace(tp_rank=0, pp_rank=1)  # another stage, the same steps
+    assert counters_of(server.runner).decode_log is None
     assert size == [(40, KvSize(num_layers=1, token_bytes=2 * HKV * D * 4))]

@@ -50,6 +50,7 @@ def test_another_sglang_is_refused_and_gets_no_hooks(monkeypatch):
         (True, {"attention_backend": "prefix"}, True),
         (True, {"prefill_attention_backend": "fa3", "decode_attention_backend": "prefix"}, False),
         (False, {"attention_backend": "prefix"}, False),
+        (True, {"attention_backend": "prefix", "speculative_algorithm": "EAGLE"}, False),
     ],
 )
 def test_on_hopper_the_faster_prefill_is_named(monkeypatch, hopper, names, advised):
@@ -60,7 +61,7 @@ def test_on_hopper_the_faster_prefill_is_named(monkeypatch, hopper, names, advis
     backends = dict.fromkeys(
         ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
     )
-    args = SimpleNamespace(**backends | names)
+    args = SimpleNamespace(**backends | {"speculative_algorithm": None} | names)
     args.get_attention_backends = lambda: ServerArgs.get_attention_backends(args)
     advice = plugin.prefill_advice(args)
     wanted = "--prefill-attention-backend fa3 --decode-attention-backend prefix"
