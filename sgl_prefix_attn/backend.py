@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sgl_prefix_attn import modelinfo, policy
 from sgl_prefix_attn.calibration.predict import Predictor
-from sgl_prefix_attn.crosscheck import layer_mismatch
+from sgl_prefix_attn.crosscheck import check_layer
 from sgl_prefix_attn.envs import Settings
 from sgl_prefix_attn.execution import build, padding_plan
 from sgl_prefix_attn.metrics.counters import StepCounters
@@ -289,13 +289,4 @@ class PrefixAttnBackend(AttentionBackend):
     def _cross_check(self, q, k, v, out, layer, forward_batch) -> None:
         flat = q.reshape(len(q), -1)
         expected = self.stock.forward_decode(flat, k, v, layer, forward_batch, save_kv_cache=False)
-        difference = layer_mismatch(out, expected)
-        if difference is not None:
-            self.counters.mismatch()
-            self.counters.log_once(
-                "check_mismatch",
-                logging.ERROR,
-                "layer %d: prefix and stock attention differ: %s",
-                layer.layer_id,
-                difference,
-            )
+        check_layer(layer.layer_id, out, expected, self.counters)

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
+
+from sgl_prefix_attn.metrics.counters import StepCounters
 
 # Share of the largest output that rounding may explain: both sides accumulate in float32 and
 # round the result (and, in kernels, the probabilities) to the dtype.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def check_layer(layer_id: int, out, expected, counters: StepCounters) -> None:
+    """Count and log a layer whose two outputs [B, ...] of one dtype differ. Synchronises."""
+    difference = layer_mismatch(out, expected)
+    if difference is not None:
+        counters.mismatch()
+        counters.log_once(
+            "check_mismatch",
+            logging.ERROR,
+            "layer %d: prefix and stock attention differ: %s",
+            layer_id,
+            difference,
+        )
 
 
 def layer_mismatch(out: torch.Tensor, expected: torch.Tensor) -> str | None:
