@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 PREFIX = "SGL_PREFIX_ATTN_"
 
@@ -132,7 +132,8 @@ class Settings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
-        """Read all variables (os.environ by default). ValueError: a bad or unknown one."""
+        """Read all variables (os.environ by default). ValueError: a bad or unknown one, or one
+        that was renamed as SGLang advises for everything that begins with SGL_."""
         environ = os.environ if environ is None else environ
         known = {variable.name for variable in VARIABLES}
         unknown = sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
@@ -140,7 +141,25 @@ class Settings:
             raise ValueError(
                 f"unknown environment variable {unknown[0]}: known are {', '.join(sorted(known))}"
             )
+        for name in sorted(known):
+            # SGLang itself adds such a twin to each that is set.
+            twin = name.replace("SGL_", "SGLANG_", 1)
+            if twin in environ and name not in environ:
+                raise ValueError(
+                    f"{twin} is not read, set {name}: SGLang's advice to rename it is about its own"
+                )
         return cls(**{variable.field: variable.read(environ) for variable in VARIABLES})
+
+
+    def describe(self) -> str:
+        """What differs from the defaults, for the log."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        given = [
+            f"{variable_name(name)}={int(value) if isinstance(value, bool) else value}"
+            for name, value in values.items()
+            if value != getattr(Settings, name)
+        ]
+        return ", ".join(given) or "default settings"
 
 
 def markdown_table() -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from importlib import metadata
 
+from sgl_prefix_attn import __version__
+
 logger = logging.getLogger(__name__)
 
 BACKEND_NAME = "prefix"
@@ -74,7 +76,16 @@ def create(runner):
     advice = prefill_advice(runner.server_args)
     if advice is not None and runner.ps.tp_rank == 0:
         logger.warning("%s", advice)
-    return PrefixAttnBackend(runner, settings)
+    backend = PrefixAttnBackend(runner, settings)
+    if runner.ps.tp_rank == 0:
+        logger.info(
+            "--attention-backend %s: sgl-prefix-attn %s with %s, stock kernels of %s",
+            BACKEND_NAME,
+            __version__,
+            settings.describe(),
+            type(backend.stock).__name__,
+        )
+    return backend
 
 
 def prefill_advice(server_args) -> str | None:

@@ -116,7 +116,9 @@ def _text(row: dict) -> str:
 def _parse(argv: list[str]):
     parser = argparse.ArgumentParser(prog="python -m eval.bench_trace", description=__doc__)
     parser.add_argument("--trace", required=True, metavar="PATH", help="JSONL, Mooncake's format")
-    parser.add_argument("--backends", default="flashinfer,prefix", help="first: the stock one")
+    parser.add_argument(
+        "--backends", help="first: the stock one (flashinfer,prefix; on a CPU torch_native,prefix)"
+    )
     parser.add_argument("--rates", default="0.5,1", help="requests a second, each replayed")
     parser.add_argument("--seconds", type=float, default=60, help="arrivals of a replay last this")
     parser.add_argument("--skip", type=float, default=0, help="seconds of the trace left out")
@@ -131,7 +133,8 @@ def _parse(argv: list[str]):
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--json", metavar="OUT")
     args = parser.parse_args(argv)
-    args.backends = args.backends.split(",")
+    stock = "flashinfer" if args.device == "cuda" else "torch_native"
+    args.backends = (args.backends or f"{stock},prefix").split(",")
     if len(set(args.backends)) < len(args.backends):
         parser.error("--backends names one twice")
     if min(args.alternations, args.max_running, args.page_size) < 1:

@@ -99,12 +99,13 @@ def window(
     """
     count = round(rate * seconds)
     if count < 1:
-        raise ValueError(f"rate {rate} for {seconds} s: not one request")
+        raise ValueError(f"rate {rate} for {seconds} s (--rates, --seconds): not one request")
     later = [request for request in requests if request.at >= skip]
     fits = [i for i, request in enumerate(later) if request.input + request.output <= longest]
     if len(fits) <= count:
         raise ValueError(
-            f"rate {rate} for {seconds} s needs {count + 1} requests; after {skip} s the trace has "
+            f"rate {rate} for {seconds} s (--rates, --seconds) needs {count + 1} requests; after "
+            f"{skip} s the trace has "
             f"{len(fits)} of at most {longest} tokens"
         )
     arrivals = spread([later[i] for i in fits])

@@ -60,12 +60,12 @@ def check_sglang_version(facts: Facts) -> Check:
     if facts.plugin_error:
         fix = "reinstall SGLang and sgl-prefix-attn into this environment"
         return Check(name, FAIL, f"the plugin does not import: {facts.plugin_error}", fix)
+    wanted = f"pip install sglang=={facts.supported_sglang[-1]}"
     if installed is None:
-        return Check(name, FAIL, f"no SGLang; supported: {supported}", "pip install sglang")
+        return Check(name, FAIL, f"no SGLang; supported: {supported}", wanted)
     if installed.split("+")[0] not in facts.supported_sglang:  # a local tag is the same code
-        wanted = facts.supported_sglang[-1]
         detail = f"{installed} is not supported; supported: {supported}"
-        return Check(name, FAIL, detail, f"pip install sglang=={wanted}")
+        return Check(name, FAIL, detail, wanted)
     return Check(name, OK, f"{installed} (supported: {supported})")
 
 
@@ -125,6 +125,8 @@ def check_settings(facts: Facts) -> Check:
 def check_hooks(facts: Facts) -> list[Check]:
     """Each place of SGLang that the plugin patches must exist in the SGLang installed."""
     checks = []
+    if facts.versions.get("sglang") is None:
+        return [Check("hooks", WARN, "not looked at without SGLang")]
     for hook in facts.hooks:
         cpu_only = hook.module in CPU_ONLY_HOOKS
         name = f"hook {hook.module}"
@@ -150,7 +152,7 @@ def check_device(facts: Facts) -> Check:
             fix = "unset SGLANG_USE_CPU_ENGINE"
             return Check("device", FAIL, "SGLANG_USE_CPU_ENGINE=1 keeps our platform out", fix)
         return Check("device", OK, f"no GPU; the CPU platform is opted in ({CPU_ENV}=1)")
-    fix = f"fix the CUDA driver, or set {CPU_ENV}=1 to serve on the CPU"
+    fix = f"on a machine with a GPU fix its driver; without one set {CPU_ENV}=1 to serve on the CPU"
     return Check("device", FAIL, "torch sees no GPU and the CPU platform is not opted in", fix)
 
 

@@ -171,6 +171,12 @@ def test_on_hopper_the_faster_prefill_is_named(arch, hint):
     assert ("--prefill-attention-backend fa3" in check.detail) == hint
 
 
+def test_without_sglang_no_hook_is_blamed():
+    failed = [c for c in run_checks(replace(GOOD, versions=without("sglang"))) if c.fix]
+    assert [check.name for check in failed] == ["sglang", "sglang version"]
+    assert failed[1].fix == f"pip install sglang=={GOOD.supported_sglang[-1]}"
+
+
 def test_what_the_cpu_can_do_without():
     case = replace(ON_CPU, versions=without("flashinfer-python"), compiler="")
     assert doctor.works(run_checks(case))

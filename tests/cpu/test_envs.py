@@ -58,6 +58,20 @@ def test_an_unknown_variable_is_an_error():
         Settings.from_env({"SGL_PREFIX_ATTN_STRATEGI": "pat"})
 
 
+def test_a_variable_renamed_as_sglang_advises_is_an_error():
+    with pytest.raises(ValueError, match="^SGLANG_PREFIX_ATTN_POLICY is not read, set SGL_PREFIX"):
+        Settings.from_env({"SGLANG_PREFIX_ATTN_POLICY": "stock"})
+    # SGLang itself copies each to the other name.
+    both = {"SGLANG_PREFIX_ATTN_POLICY": "stock", "SGL_PREFIX_ATTN_POLICY": "stock"}
+    assert Settings.from_env(both).policy == "stock"
+
+
+def test_the_log_says_what_differs_from_the_defaults():
+    assert Settings().describe() == "default settings"
+    changed = Settings(headroom=32, check=True).describe()
+    assert changed == "SGL_PREFIX_ATTN_HEADROOM=32, SGL_PREFIX_ATTN_CHECK=1"
+
+
 def test_the_table_has_every_field_and_strategy():
     assert [
         variable.field for variable in VARIABLES if not hasattr(Settings(), variable.field)
