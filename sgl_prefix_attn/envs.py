@@ -150,7 +150,6 @@ class Settings:
                 )
         return cls(**{variable.field: variable.read(environ) for variable in VARIABLES})
 
-
     def describe(self) -> str:
         """What differs from the defaults, for the log."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -10,8 +10,6 @@ import argparse
 import sys
 from dataclasses import asdict
 
-import torch
-
 from eval import provenance
 from eval.bench_kernel import plot, summary
 from eval.bench_kernel.case import DTYPES, parse_device
@@ -97,7 +95,7 @@ def _parse(argv: list[str]):
     )
     parser.add_argument("--page-size", default="1", help="such as 1,16,64")
     parser.add_argument("--dtype", default="bf16", choices=list(DTYPES))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda", help="cpu: small trees only")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="OUT", help="result file, written after every tree")
     parser.add_argument("--plot", metavar="OUT.png")

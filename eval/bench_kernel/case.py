@@ -70,7 +70,10 @@ def parse_device(text: str) -> torch.device:
     except RuntimeError as error:
         raise ValueError(f"--device {text}: {error}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {text}: torch {torch.__version__} sees no CUDA GPU here")
+        raise ValueError(
+            f"--device {text}: torch {torch.__version__} sees no CUDA GPU here; "
+            "cpu works for small trees"
+        )
     return device
 
 
