@@ -231,8 +231,7 @@ class PrefixAttnBackend(AttentionBackend):
             )
         except Exception as error:
             self._survive(error, forward_batch)
-            q = q.reshape(len(q), -1)
-            return self.stock.forward_decode(q, k, v, layer, forward_batch, save_kv_cache=False)
+            return self._stock_over_written_kv(q, k, v, layer, forward_batch)
         out = out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
         if self._active.cross_check:
             self._cross_check(q, k, v, out, layer, forward_batch)
@@ -287,6 +286,10 @@ class PrefixAttnBackend(AttentionBackend):
         self._steps.only_stock(reason)
 
     def _cross_check(self, q, k, v, out, layer, forward_batch) -> None:
-        flat = q.reshape(len(q), -1)
-        expected = self.stock.forward_decode(flat, k, v, layer, forward_batch, save_kv_cache=False)
+        expected = self._stock_over_written_kv(q, k, v, layer, forward_batch)
         check_layer(layer.layer_id, out, expected, self.counters)
+
+    def _stock_over_written_kv(self, q, k, v, layer, forward_batch):
+        """Stock attention of a layer whose k and v are in the pool already; q [B, Hq, D]."""
+        flat = q.reshape(len(q), -1)
+        return self.stock.forward_decode(flat, k, v, layer, forward_batch, save_kv_cache=False)

@@ -8,14 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 PREFIX = "SGL_PREFIX_ATTN_"
-
-
-def variable_name(field: str) -> str:
-    """The environment variable of a field of Settings."""
-    return PREFIX + field.upper()
 
 
 def _one_of(*allowed: str) -> tuple[Callable[[str], str], str]:
@@ -55,7 +50,7 @@ class Variable:
 
     @property
     def name(self) -> str:
-        return variable_name(self.field)
+        return PREFIX + self.field.upper()
 
     def read(self, environ: Mapping[str, str]) -> object:
         """The variable's value; an unset or empty one is the default.
@@ -152,11 +147,10 @@ class Settings:
 
     def describe(self) -> str:
         """What differs from the defaults, for the log."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
         given = [
-            f"{variable_name(name)}={int(value) if isinstance(value, bool) else value}"
-            for name, value in values.items()
-            if value != getattr(Settings, name)
+            f"{variable.name}={int(value) if isinstance(value, bool) else value}"
+            for variable in VARIABLES
+            if (value := getattr(self, variable.field)) != getattr(Settings, variable.field)
         ]
         return ", ".join(given) or "default settings"
 

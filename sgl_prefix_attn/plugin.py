@@ -73,9 +73,6 @@ def create(runner):
     if runner.is_draft_worker:
         return create_stock(runner)
     raise_unless_alike(settings, cpu_group(runner))
-    advice = prefill_advice(runner.server_args)
-    if advice is not None and runner.ps.tp_rank == 0:
-        logger.warning("%s", advice)
     backend = PrefixAttnBackend(runner, settings)
     if runner.ps.tp_rank == 0:
         logger.info(
@@ -85,6 +82,9 @@ def create(runner):
             settings.describe(),
             type(backend.stock).__name__,
         )
+        advice = prefill_advice(runner.server_args)
+        if advice is not None:
+            logger.warning("%s", advice)
     return backend
 
 

@@ -5,12 +5,11 @@ and a rank that asks the others at a step at which they do not ask waits for eve
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 
 import torch
 import torch.distributed
 
-from sgl_prefix_attn.envs import Settings, variable_name
+from sgl_prefix_attn.envs import VARIABLES, Settings
 
 
 def cpu_group(runner):
@@ -25,11 +24,11 @@ def raise_unless_alike(settings: Settings, group) -> None:
         return
     everyone: list = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(everyone, settings, group=group)
-    for field in fields(Settings):
-        values = [getattr(other, field.name) for other in everyone]
+    for variable in VARIABLES:
+        values = [getattr(other, variable.field) for other in everyone]
         if len(set(values)) > 1:
             raise ValueError(
-                f"{variable_name(field.name)} differs between tensor-parallel ranks: "
+                f"{variable.name} differs between tensor-parallel ranks: "
                 f"{', '.join(map(str, values))}. Set it alike on every node"
             )
 

@@ -153,12 +153,16 @@ def _pooled(group: list[dict], metric: str) -> float | None:
 
 
 def _paired(group: list[dict], stock: list[dict], metric: str) -> float | None:
-    ours, theirs = (
-        [_median(times) for times in zip(*(e["each"][metric] for e in entries), strict=True)]
-        for entries in (group, stock)
-    )
-    # Without stock replays at this rate there is nothing to pair with.
-    return _median([a / b if a and b else None for a, b in zip(ours, theirs, strict=bool(stock))])
+    if not stock:  # it did not replay this rate
+        return None
+    pairs = zip(_of_each(group, metric), _of_each(stock, metric), strict=True)
+    return _median([a / b if a and b else None for a, b in pairs])
+
+
+def _of_each(group: list[dict], metric: str) -> list[float | None]:
+    """Median over the alternations of each request."""
+    times = zip(*(entry["each"][metric] for entry in group), strict=True)
+    return [_median(of_one) for of_one in times]
 
 
 def place(value: float, low: float, high: float) -> str:

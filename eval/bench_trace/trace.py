@@ -105,8 +105,7 @@ def window(
     if len(fits) <= count:
         raise ValueError(
             f"rate {rate} for {seconds} s (--rates, --seconds) needs {count + 1} requests; after "
-            f"{skip} s the trace has "
-            f"{len(fits)} of at most {longest} tokens"
+            f"{skip} s the trace has {len(fits)} of at most {longest} tokens"
         )
     arrivals = spread([later[i] for i in fits])
     first, end = arrivals[0].at, arrivals[count].at

@@ -124,9 +124,9 @@ def check_settings(facts: Facts) -> Check:
 
 def check_hooks(facts: Facts) -> list[Check]:
     """Each place of SGLang that the plugin patches must exist in the SGLang installed."""
-    checks = []
     if facts.versions.get("sglang") is None:
         return [Check("hooks", WARN, "not looked at without SGLang")]
+    checks = []
     for hook in facts.hooks:
         cpu_only = hook.module in CPU_ONLY_HOOKS
         name = f"hook {hook.module}"

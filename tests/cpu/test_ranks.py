@@ -1,5 +1,6 @@
 """Tensor-parallel ranks agree over a real process group, or nothing is asked of it."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -22,13 +23,20 @@ def test_one_rank_decides_alone_and_needs_no_process_group():
     raise_unless_alike(Settings(), None)
 
 
-def rank(index, store, says, results):
+@contextmanager
+def two_ranks(index, store):
+    """The process group of both, in the process of one."""
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=index, world_size=2
     )
-    agree = agreement(runner(2, torch.distributed.group.WORLD))
-    results[index] = [agree(answers[index]) for answers in says]
+    yield torch.distributed.group.WORLD
     torch.distributed.destroy_process_group()
+
+
+def rank(index, store, says, results):
+    with two_ranks(index, store) as group:
+        agree = agreement(runner(2, group))
+        results[index] = [agree(answers[index]) for answers in says]
 
 
 @pytest.mark.timeout(120)
@@ -41,18 +49,15 @@ def test_every_rank_hears_of_a_fault_on_any(tmp_path):
 
 
 def compared(index, store, settings, results):
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=index, world_size=2
-    )
     said = []
-    for each in settings:
-        try:
-            raise_unless_alike(each[index], torch.distributed.group.WORLD)
-            said.append(None)
-        except ValueError as error:
-            said.append(str(error))
+    with two_ranks(index, store) as group:
+        for each in settings:
+            try:
+                raise_unless_alike(each[index], group)
+                said.append(None)
+            except ValueError as error:
+                said.append(str(error))
     results[index] = said
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.timeout(120)
