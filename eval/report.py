@@ -99,15 +99,12 @@ def _engine_cell(row: dict | None) -> str:
 
 
 def _trace_table(rows: list[dict], meta: dict) -> str:
-    """TTFT and TPOT of each rate and backend against the first backend's."""
+    """TTFT and TPOT of each rate and backend, and their ratios to the first backend's."""
     entries = trace_summary.summarise(rows)
     stock = entries[0]["backend"]
     columns = ("TTFT median", "TTFT p99", "TPOT median", "TPOT p99")
-    ends = ("completed", "served/s", "sent late, p99")
-    lines = [
-        line("requests/s", "backend", *columns, "prompt cached", *ends),
-        line(*["---"] * (len(columns) + len(ends) + 3)),
-    ]
+    ends = ("prompt cached", "completed", "served/s", "sent late, p99")
+    lines = _header("requests/s", "backend", *columns, *ends)
     for entry in entries:
         lines.append(
             line(
@@ -122,12 +119,34 @@ def _trace_table(rows: list[dict], meta: dict) -> str:
         )
     return (
         f"`{meta['trace']}`, replayed from an empty cache each time: medians over all requests of "
-        f"{entries[0]['alternations']} replays, with their ratio to {stock}'s and the median of "
-        "each request's own; p99 is the median of the replays' own, with its place in the range of "
-        f"{stock}'s. "
-        f"{_few_requests(entries)}Prompt cached is the share of prompt tokens that came from the "
-        "cache.\n\n"
-    ) + "\n".join(lines)
+        f"{entries[0]['alternations']} replays; p99 is the median of the replays' own, with its "
+        f"place in the range of {stock}'s. {_few_requests(entries)}Prompt cached is the share of "
+        "prompt tokens that came from the cache.\n\n"
+    ) + "\n".join(lines + _trace_ratios(entries, stock))
+
+
+def _trace_ratios(entries: list[dict], stock: str) -> list[str]:
+    columns = [f"{m} {what}" for m in ("TTFT", "TPOT") for what in ("median", "each", "p99")]
+    compared = [entry for entry in entries if entry["ttft_ms"]["ratios"]]
+    if not compared:
+        return []
+    return [
+        f"\nRatios to {stock}'s, with 95 % intervals by drawing the replays anew; each is the "
+        "median over the requests of each one's own ratio.\n",
+        *_header("requests/s", "backend", *columns),
+        *(
+            line(
+                f"{entry['rate']:g}",
+                entry["backend"],
+                *(c for m in trace_summary.METRICS for c in trace_summary.ratio_cells(entry[m])),
+            )
+            for entry in compared
+        ),
+    ]
+
+
+def _header(*columns: str) -> list[str]:
+    return [line(*columns), line(*["---"] * len(columns))]
 
 
 def _few_requests(entries: list[dict]) -> str:

@@ -65,7 +65,7 @@ def _run(folder: Path, args, windows: dict[float, trace.Window], meta: dict, row
         }
         for backend, engine in engines.items():
             print(f"{backend} was up after {engine.start_s} s", flush=True)
-        warm_up(engines, files[max(files)])
+        warm_up(engines, files[max(files)])  # its requests are those of the other rates and more
         for rate, window in windows.items():
             for backend, alternation, timed in alternate(engines, files[rate], args.alternations):
                 row = summary.row(backend, rate, alternation, window, timed)

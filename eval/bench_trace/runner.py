@@ -9,8 +9,6 @@ from pathlib import Path
 from eval.bench_trace.trace import Window, prompts
 from eval.engine_process import EngineProcess
 
-_WARM_UP = 8  # requests
-
 
 def write_requests(path: Path, window: Window, block: int, vocab_size: int) -> Path:
     """The window as the file that every engine replays."""
@@ -27,12 +25,9 @@ def write_requests(path: Path, window: Window, block: int, vocab_size: int) -> P
 
 
 def warm_up(engines: dict[str, EngineProcess], requests: Path) -> None:
-    """The first requests once, at once: what compiles or allocates on first use does it here."""
-    first = [request | {"at": 0.0} for request in json.loads(requests.read_text())[:_WARM_UP]]
-    path = requests.with_suffix(".warm-up")
-    path.write_text(json.dumps(first))
+    """A whole replay by each engine, not counted: every new prompt length costs ms at first."""
     for engine in engines.values():
-        engine.ask("replay", path=str(path))
+        engine.ask("replay", path=str(requests))
 
 
 def alternate(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from eval.bench_trace.ratios import ratios
 from eval.bench_trace.trace import Request, Window
 
 METRICS = ("ttft_ms", "tpot_ms")
@@ -86,24 +87,30 @@ def text(entry: dict) -> str:
         f"tokens from the cache; sent late by {entry['late_p99_ms']:.1f} ms (p99)"
     ]
     for metric in METRICS:
+        name = metric.removesuffix("_ms").upper()
         median, p99 = cells(entry[metric])
-        lines.append(f"  {metric.removesuffix('_ms').upper()} median {median}, p99 {p99}")
+        lines.append(f"  {name} median {median}, p99 {p99}")
+        if entry[metric]["ratios"]:
+            median, each, p99 = ratio_cells(entry[metric])
+            lines.append(f"  {name} ratios: median {median}, each request's {each}, p99 {p99}")
     return "\n".join(lines)
 
 
 def cells(figures: dict) -> tuple[str, str]:
-    """Median and p99 of a metric as text: both ratios to stock, the place in stock's spread."""
+    """Median and p99 of a metric as text, the latter with its place in the range of stock's."""
     if figures["median"] is None:
         return "-", "-"
-    ratios = [f"{figures[name]:.3f}" for name in ("ratio", "paired") if figures[name] is not None]
-    ratio = f" ({', '.join(ratios)})" if ratios else ""
+    median, p99 = f"{figures['median']:.2f} ms", f"{figures['p99']:.1f} ms"
     if figures["stock_p99"] is None:
-        return f"{figures['median']:.2f} ms{ratio}", f"{figures['p99']:.1f} ms"
+        return median, p99
     low, high = figures["stock_p99"]
-    return (
-        f"{figures['median']:.2f} ms{ratio}",
-        f"{figures['p99']:.1f} ms ({figures['p99_is']} {low:.1f} to {high:.1f})",
-    )
+    return median, f"{p99} ({figures['p99_is']} {low:.1f} to {high:.1f})"
+
+
+def ratio_cells(figures: dict) -> tuple[str, str, str]:
+    """The ratios to stock of a metric as text: median, each request's, p99 (see ratios.ratios)."""
+    to_stock = figures["ratios"] or {}
+    return tuple(str(to_stock.get(name) or "-") for name in ("median", "each", "p99"))
 
 
 def _times(request: Request, t: dict) -> tuple[float | None, float | None]:
@@ -126,43 +133,27 @@ def _rounded(times: Sequence[float | None]) -> list[float | None]:
 
 
 def _against(group: list[dict], stock: list[dict], metric: str) -> dict:
-    """How a metric of a backend's replays compares with stock's at the same rate.
+    """A metric of a backend's replays beside stock's at the same rate.
 
-    median  of all requests of all alternations; `ratio` to stock's
-    paired  median over the requests of each one's own ratio, of the median of its alternations:
-            the chance that sorts a burst into prefills moves some requests far, and few ratios
+    median  of all requests of all alternations
     p99     median of the alternations' own, and where it lies in the range of stock's
+    ratios  to stock's (see ratios.ratios); None for stock itself, or without its replays
     """
-    median, base = _pooled(group, metric), _pooled(stock, metric)
-    p99 = _over(group, metric, "p99")
-    spread = _values(stock, metric, "p99")
+    p99, spread = _over(group, metric, "p99"), _values(stock, metric, "p99")
     known = p99 is not None and bool(spread)
+    compared = bool(stock) and group is not stock
     return {
-        "median": median,
-        "ratio": None if median is None or base is None else median / base,
-        "paired": _paired(group, stock, metric),
-        "medians": _values(group, metric, "median"),
+        "median": _median([ms for entry in group for ms in entry["each"][metric]]),
         "p99": p99,
         "stock_p99": [min(spread), max(spread)] if spread else None,
         "p99_is": place(p99, min(spread), max(spread)) if known else None,
+        "ratios": ratios(_of_each(group, metric), _of_each(stock, metric)) if compared else None,
     }
 
 
-def _pooled(group: list[dict], metric: str) -> float | None:
-    return _median([ms for entry in group for ms in entry["each"][metric]])
-
-
-def _paired(group: list[dict], stock: list[dict], metric: str) -> float | None:
-    if not stock:  # it did not replay this rate
-        return None
-    pairs = zip(_of_each(group, metric), _of_each(stock, metric), strict=True)
-    return _median([a / b if a and b else None for a, b in pairs])
-
-
-def _of_each(group: list[dict], metric: str) -> list[float | None]:
-    """Median over the alternations of each request."""
-    times = zip(*(entry["each"][metric] for entry in group), strict=True)
-    return [_median(of_one) for of_one in times]
+def _of_each(group: list[dict], metric: str) -> np.ndarray:
+    """[replays, requests], NaN where there is none."""
+    return np.array([entry["each"][metric] for entry in group], dtype=float)
 
 
 def place(value: float, low: float, high: float) -> str:

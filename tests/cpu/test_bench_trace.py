@@ -4,10 +4,12 @@ import asyncio
 import json
 import types
 
+import numpy as np
 import pytest
 
 from eval import engine_worker
 from eval.bench_trace import runner, summary, trace
+from eval.bench_trace.ratios import ratios
 
 LINE = {"timestamp": 0, "input_length": 700, "output_length": 20, "hash_ids": [0, 1]}
 
@@ -116,7 +118,7 @@ def test_engines_replay_the_same_file_in_both_orders(tmp_path):
     window = trace.Window((request(0.0, 10), request(1.5, 12, 3)), 0)
     path = runner.write_requests(tmp_path / "1.json", window, 16, 1024)
     runner.warm_up(engines, path)
-    assert [[sent["at"] for sent in requests] for *_, requests in asked] == [[0.0, 0.0]] * 3
+    assert [(name, len(requests)) for name, _, requests in asked] == [("a", 2), ("b", 2), ("c", 2)]
     del asked[:]
     replays = list(runner.alternate(engines, path, 2))
     assert [replay[:2] for replay in replays] == [
@@ -190,12 +192,12 @@ def test_summary_compares_with_the_first_backend_at_the_same_rate():
         ]
     entries = {(e["rate"], e["backend"]): e["ttft_ms"] for e in summary.summarise(rows)}
     ours = entries[1.0, "ours"]
-    assert ours["ratio"] == pytest.approx(2.0) and ours["medians"] == [20.0, 24.0, 22.0]
+    assert ours["ratios"]["median"].value == pytest.approx(2.0)
     assert ours["stock_p99"] == [30.0, 50.0]
     assert (ours["p99"], ours["p99_is"]) == (51.0, "above")
     assert entries[1.0, "low"]["p99_is"] == "below"
     assert entries[1.0, "stock"]["p99_is"] == "inside"
-    assert entries[2.0, "stock"]["ratio"] == 1.0
+    assert entries[2.0, "stock"]["ratios"] is None
 
 
 def test_the_median_is_of_all_requests_of_all_replays():
@@ -217,17 +219,57 @@ def test_each_request_is_paired_with_its_own_times_on_stock():
         rows += [replay("stock", 1.0, 1.0, 1.0), replay("ours", 1.0, 1.0, 1.0)]
         rows[-2]["each"]["ttft_ms"] = [100.0, 200.0, 300.0 * slow, 50.0]
         rows[-1]["each"]["ttft_ms"] = [102.0 * slow, 206.0, 303.0, None]
-    entries = {e["backend"]: e["ttft_ms"] for e in summary.summarise(rows)}
-    assert entries["stock"]["paired"] == 1.0
-    assert entries["ours"]["paired"] == pytest.approx(1.02)  # of 1.02, 1.03, 1.01
-    assert "(1.373, 1.020)" in summary.cells(entries["ours"])[0]  # 206 / 150
+    ours = summary.summarise(rows)[1]
+    assert ours["ttft_ms"]["ratios"]["each"].value == pytest.approx(1.02)  # of 1.02, 1.03, 1.01
+    assert ours["ttft_ms"]["ratios"]["median"].value == pytest.approx(206 / 150)
+    assert "TTFT ratios: median 1.373 (" in summary.text(ours)
+    assert "each request's 1.020 (" in summary.text(ours)
 
 
 def test_a_rate_that_stock_did_not_replay_has_no_ratio():
     rows = [replay("stock", 1.0, 1.0, 1.0), replay("ours", 2.0, 1.0, 1.0)]
     figures = summary.summarise(rows)[1]["ttft_ms"]
-    assert (figures["median"], figures["ratio"], figures["paired"]) == (1.0, None, None)
+    assert (figures["median"], figures["ratios"]) == (1.0, None)
     assert summary.cells(figures) == ("1.00 ms", "1.0 ms")
+    assert summary.ratio_cells(figures) == ("-", "-", "-")
+
+
+def replays(rng, factor, noise, count=5, requests=40):
+    """Times [replays, requests] of 50 to 300 ms times `factor`, each with noise of its own."""
+    times = np.linspace(50, 300, requests) * factor
+    return times * (1 + noise * rng.standard_normal((count, requests)))
+
+
+def test_the_interval_holds_the_true_ratio_and_grows_with_the_noise():
+    rng = np.random.default_rng(5)
+    quiet, loud = (
+        ratios(replays(rng, 1.1, noise), replays(rng, 1.0, noise)) for noise in (0.001, 0.05)
+    )
+    for name in ("median", "each", "p99"):
+        low, high = quiet[name].interval
+        assert 1.09 < low < 1.1 < high < 1.11, name
+        wide = loud[name].interval
+        assert wide[0] < 1.1 < wide[1] and wide[1] - wide[0] > 5 * (high - low), name
+
+
+def test_a_slow_replay_widens_the_interval_not_the_ratio_of_each_request():
+    rng = np.random.default_rng(6)
+    ours, stock = replays(rng, 1.0, 0.001), replays(rng, 1.0, 0.001)
+    ours[3:] *= 1.5
+    each = ratios(ours, stock)["each"]
+    assert each.value == pytest.approx(1.0, abs=0.01) and each.interval[1] > 1.4
+
+
+def test_what_a_ratio_needs():
+    """Two replays for an interval, a request that both completed for a ratio of its own."""
+    a, b = np.array([[2.0, np.nan]]), np.array([[1.0, 4.0]])
+    assert str(ratios(a, b)["each"]) == "2.000" and ratios(a, b)["each"].interval is None
+    apart = ratios(a, np.array([[np.nan, 4.0]]))
+    assert apart["each"] is None and apart["median"].value == 0.5
+    nothing = ratios(np.full((3, 2), np.nan), b)
+    assert nothing == {"median": None, "each": None, "p99": None}
+    # A replay of which nothing completed is left out.
+    assert str(ratios(np.array([[np.nan, np.nan], [2.0, 8.0]]), b)["p99"]) == "2.000"
 
 
 def test_summary_has_the_share_of_prompt_tokens_from_the_cache():

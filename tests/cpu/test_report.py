@@ -133,11 +133,13 @@ def test_the_table_of_a_trace(tmp_path, capsys):
     assert report.main([str(path)]) == 0
     text = capsys.readouterr().out
     assert "`conversation.jsonl`, replayed" in text and "of 2 replays" in text
-    stock = "101.00 ms (1.000, 1.000) | 310.0 ms (inside 300.0 to 320.0)"
-    ours = "101.00 ms (1.000, 1.000) | 351.0 ms (above 300.0 to 320.0)"
+    stock = "101.00 ms | 310.0 ms (inside 300.0 to 320.0)"
+    ours = "101.00 ms | 351.0 ms (above 300.0 to 320.0)"
     end = "12.5 % | 18 of 20 | 1.50 | 0.5 ms |"
     assert f"| 2 | flashinfer | {stock} | {stock} | {end}" in text
     assert f"| 2 | prefix | {ours} | {ours} | {end}" in text
+    ratio = "1.000 (0.971 to 1.030)"  # 99 / 102 to 103 / 100
+    assert f"| 2 | prefix | {' | '.join([ratio] * 6)} |" in text
     assert "only 10 requests: there p99 lies between the two slowest" in text
 
 
