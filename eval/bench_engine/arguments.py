@@ -35,7 +35,7 @@ def dummy_engine(
     if device == "cpu":
         return arguments | {"device": "cpu", "dtype": "float32", "skip_server_warmup": True}
     return arguments | {
-        "mem_fraction_static": 0.88,
+        # max_total_tokens sets the pool; this only has to leave it room beside other engines.
+        "mem_fraction_static": 0.95,
         "cuda_graph_bs_decode": decode_batches,
-        "disable_prefill_cuda_graph": True,
     }

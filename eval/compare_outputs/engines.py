@@ -55,7 +55,6 @@ def engine_arguments(args, model: Path, page_size: int) -> dict:
         "max_total_tokens": 262144,
         "mem_fraction_static": 0.8,
         "cuda_graph_bs_decode": [1, 4, 8, 16, 32, 64, 96],  # every other size is padded
-        "disable_prefill_cuda_graph": True,
     }
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from eval.compare_outputs import judge
 from eval.demo.workload import Output
 
 _STEPS = "sglang:prefix_attn_steps_total"
@@ -36,7 +37,39 @@ def differences(ours: Run, stock: Run) -> list[str]:
     return lines
 
 
-def summarize(ours: Run, stock: Run, *, sglang_version: str, device: str) -> dict:
+@dataclass(frozen=True)
+class Comparison:
+    """Our outputs beside those of a stock backend.
+
+    problems      why ours are not as they should be; empty when they are
+    equal_tokens  share of tokens before a request's first difference: of ours and stock's, and of
+                  two stock backends; None where all tokens must be equal
+    """
+
+    problems: list[str]
+    equal_tokens: tuple[float, float] | None
+
+
+def compare(ours: Run, stock: Run, noise: Run | None) -> Comparison:
+    """Without `noise` all tokens must be equal, as they are in float32. With it, another stock
+    backend's run, outputs may differ by what those two do: bf16 turns near-ties. Judged then are
+    the prompts that hold no output, which alone are the same on all servers."""
+    if noise is None:
+        different, total = differences(ours, stock), len(stock.outputs)
+        problems = [f"{len(different)} of {total} outputs differ, first {d}" for d in different[:1]]
+        return Comparison(problems, None)
+    tested, reference, other = (
+        [{"tokens": o.token_ids, "top": o.top} for o in run.outputs if o.fixed_prompt]
+        for run in (ours, stock, noise)
+    )
+    here, found = judge.differ(reference, other), judge.differ(reference, tested)
+    problems = judge.verdict(found, judge.noise_of([here]), here)
+    return Comparison(problems, (found.equal_share, here.equal_share))
+
+
+def summarize(
+    ours: Run, stock: Run, comparison: Comparison, *, sglang_version: str, device: str
+) -> dict:
     """The content of demo.json; steps and KV tokens are those of our run, a layer's worth."""
     steps = defaultdict(dict)
     for labels, count in _samples(ours, _STEPS):
@@ -46,6 +79,8 @@ def summarize(ours: Run, stock: Run, *, sglang_version: str, device: str) -> dic
         "requests": len(ours.outputs),
         "output_tokens": sum(len(output.token_ids) for output in ours.outputs),
         "outputs_equal": not differences(ours, stock),
+        "equal_tokens": comparison.equal_tokens,
+        "problems": comparison.problems,
         "prefix_steps": sum(steps["prefix"].values()),
         "stock_steps": sum(steps["stock"].values()),
         "steps_by_reason": {variant: dict(sorted(by.items())) for variant, by in steps.items()},
@@ -76,7 +111,14 @@ def render(summary: dict, console: Console) -> None:
     table.add_row("KV tokens a query-centric kernel reads", f"{query_centric}")
     if read:
         table.add_row("ratio", f"{query_centric / read:.2f} x fewer")
-    table.add_row("outputs equal", "yes" if summary["outputs_equal"] else "NO")
+    if summary["equal_tokens"] is None:
+        table.add_row("outputs equal", "yes" if summary["outputs_equal"] else "NO")
+    else:
+        shares = ", of two stock backends ".join(
+            f"{100 * x:.0f} %" for x in summary["equal_tokens"]
+        )
+        table.add_row("tokens before a first difference", shares)
+        table.add_row("as near as two stock backends", "NO" if summary["problems"] else "yes")
     console.print(table)
 
 

@@ -5,7 +5,7 @@ it at once -> one answer from all results -> a follow-up turn. Every call of eve
 that shares the system prompt, and its tool's instructions with its siblings.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sglang as sgl
 from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint
@@ -27,10 +27,16 @@ RULES_PER_TOOL = 10
 
 @dataclass(frozen=True)
 class Output:
-    """What the server generated for one request."""
+    """What the server generated for one request.
+
+    top           of each token the two best as (token id, log-probability)
+    fixed_prompt  whether the prompt holds nothing that the server generated
+    """
 
     name: str
     token_ids: tuple[int, ...]
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
+    fixed_prompt: bool = True
 
 
 class WorkloadError(RuntimeError):
@@ -58,13 +64,14 @@ def agent(s, question):
             call += f"call {number} of {tool}: "
             call += sgl.gen("result", max_tokens=CALL_TOKENS)
             calls.append((f"{tool} {number}", call))
-    outputs = [_output(name, call, "result") for name, call in calls]
+    outputs = [_output(name, call, "result", fixed_prompt=True) for name, call in calls]
     for name, call in calls:
         s += f"{name} returned: {call['result']}\n"
     s += "assistant: " + sgl.gen("answer", max_tokens=ANSWER_TOKENS)
     s += "\nuser: Explain the answer in one sentence.\nassistant: "
     s += sgl.gen("explanation", max_tokens=ANSWER_TOKENS)
-    return outputs + [_output(name, s, name) for name in ("answer", "explanation")]
+    last = ("answer", "explanation")
+    return outputs + [_output(name, s, name, fixed_prompt=False) for name in last]
 
 
 def run_workload(url: str) -> list[Output]:
@@ -75,17 +82,26 @@ def run_workload(url: str) -> list[Output]:
         temperature=0,
         ignore_eos=True,
         return_logprob=True,
+        top_logprobs_num=2,
         backend=endpoint,
     )
     return [
-        Output(f"agent {number}: {output.name}", output.token_ids)
+        replace(output, name=f"agent {number}: {output.name}")
         for number, state in enumerate(states, start=1)
         for output in state.ret_value
     ]
 
 
-def _output(name: str, state, variable: str) -> Output:
+def _output(name: str, state, variable: str, fixed_prompt: bool) -> Output:
     info = state.get_meta_info(variable)
     if info is None:
         raise WorkloadError(f"request {name!r} failed: {state.error()}")
-    return Output(name, tuple(token for _, token, _ in info["output_token_logprobs"]))
+    return Output(
+        name,
+        tuple(token for _, token, _ in info["output_token_logprobs"]),
+        tuple(
+            tuple((token, logprob) for logprob, token, _ in best)
+            for best in info["output_top_logprobs"]
+        ),
+        fixed_prompt,
+    )

@@ -1,6 +1,7 @@
 """The demo: end to end as `make demo` runs it, and how it fails."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from eval.demo import __main__ as demo
-from eval.demo.report import Run, differences
+from eval.demo.report import Run, compare, differences
 from eval.demo.server import Server, ServerError, parse_metrics
 from eval.demo.workload import Output
 from eval.tiny_model import write_tiny_llama
@@ -30,7 +31,8 @@ COUNTERS = {
 def test_make_demo_end_to_end(tmp_path):
     output = tmp_path / "demo.json"
     command = [sys.executable, "-m", "eval.demo", "--output", str(output)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # tests/gpu/test_demo.py has the other half
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     summary = json.loads(output.read_text())
     assert summary["outputs_equal"] is True
@@ -61,6 +63,7 @@ def run_demo(monkeypatch, tmp_path):
     def run(outputs, backend="prefix"):
         canned = {"prefix": Run("prefix", outputs, COUNTERS, 1.0)}
         stock = Run("stock", OUTPUTS, {}, 1.0)
+        monkeypatch.setattr(demo.torch.cuda, "is_available", lambda: False)
         monkeypatch.setattr(demo, "write_tiny_llama", lambda path, **_: path)
         monkeypatch.setattr(demo, "serve_workload", lambda name, *_: canned.get(name, stock))
         status = demo.main(["--output", str(tmp_path / "demo.json")])
@@ -93,6 +96,61 @@ def test_one_tampered_token_fails_the_demo(run_demo, capsys, request_index, toke
 def test_a_missing_or_short_output_is_a_difference(run_demo):
     assert run_demo(OUTPUTS[:1])[0] == 1
     assert run_demo([replace(OUTPUTS[0], token_ids=(5, 6)), OUTPUTS[1]])[0] == 1
+
+
+def judged(tokens, second=-2.0, fixed_prompt=True, name="call"):
+    """Of each token the best two: the token itself and its successor, `second` less likely."""
+    top = tuple(((token, -1.0), (token + 1, -1.0 + second)) for token in tokens)
+    return Output(name, tuple(tokens), top, fixed_prompt)
+
+
+def run_of(*outputs):
+    return Run("any", list(outputs), {}, 1.0)
+
+
+def test_on_a_gpu_outputs_may_differ_as_those_of_two_stock_backends():
+    """Token 6 of 8 is a near-tie, which rounding turned in one stock backend."""
+    tokens = list(range(10, 90, 10))
+    tie = replace(judged(tokens), top=(*judged(tokens).top[:5], *judged(tokens[5:], -0.01).top))
+    turned = judged([*tokens[:5], 61, 5, 5], -0.01)
+    turned = replace(turned, top=(*tie.top[:5], ((61, -1.0), (60, -1.01)), *turned.top[6:]))
+    stock, noise = run_of(tie, tie, tie, tie), run_of(turned, tie, tie, tie)
+    for ours in (stock, noise, run_of(tie, turned, tie, turned)):
+        comparison = compare(ours, stock, noise)
+        assert comparison.problems == []
+        assert comparison.equal_tokens[1] == 29 / 32
+    # What an output made part of a prompt says nothing.
+    other = judged([1, 2], fixed_prompt=False)
+    ours = run_of(*stock.outputs, replace(other, token_ids=(7, 8)))
+    assert compare(ours, run_of(*stock.outputs, other), run_of(*noise.outputs, other)) == compare(
+        stock, stock, noise
+    )
+    # A first difference that is no near-tie, from the first token on.
+    wrong = run_of(*[judged([t + 7 for t in tokens])] * 4)
+    problems = compare(wrong, stock, noise).problems
+    assert len(problems) == 2 and "equal tokens 0.000" in problems[0] and "gap" in problems[1]
+
+
+def test_on_a_gpu_the_demo_asks_another_stock_backend(monkeypatch, tmp_path, capsys):
+    served = []
+
+    def serve(backend, *_):
+        served.append(backend)
+        tokens = [9, 9] if backend == "prefix" else [5, 6]
+        return Run(backend, [judged(tokens)] * 3, COUNTERS, 1.0)
+
+    monkeypatch.setattr(demo.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(demo.torch.cuda, "get_device_name", lambda _: "some GPU")
+    monkeypatch.setattr(demo, "write_tiny_llama", lambda path, **_: path)
+    monkeypatch.setattr(demo, "serve_workload", serve)
+    arguments = ["--output", str(tmp_path / "demo.json")]
+    assert demo.main(arguments) == 1 and served == ["prefix", "flashinfer", "triton"]
+    text = capsys.readouterr().out
+    assert "demo failed: equal tokens 0.000, of two correct backends 1.000" in text
+    assert demo.main([*arguments, "--backend", "triton"]) == 0
+    assert "as near as two stock backends" in capsys.readouterr().out
+    summary = json.loads((tmp_path / "demo.json").read_text())
+    assert summary["equal_tokens"] == [1.0, 1.0] and summary["problems"] == []
 
 
 def test_differences_name_request_and_token():
