@@ -50,13 +50,14 @@ ENGINE = {
 ALTERNATE = (("siblings", "alternate"),)
 FORCED_STOCK = "forced_stock"  # `prefix`, told to run stock kernels only
 LABELLED = "labelled"  # `prefix` with SGLang's LoRA labels on its graphs, and few prefix graphs
+HYBRID = "hybrid"  # Triton's prefill, our decode
 LIMIT = 4
 
 
 def config_of(run, page_size):
     # The policy would leave batches as small as these to stock kernels.
     env = {"SGL_PREFIX_ATTN_CPU_PLATFORM": "0", "SGL_PREFIX_ATTN_POLICY": "prefix"}
-    scenarios = SCENARIOS
+    scenarios, engine = SCENARIOS, ENGINE | {"page_size": page_size}
     if run == TESTED:
         scenarios += tuple(("siblings", fault) for fault in FAULTS)
     if run in (TESTED, LABELLED):
@@ -66,7 +67,13 @@ def config_of(run, page_size):
         env |= {"SGL_PREFIX_ATTN_POLICY": "stock"}
     if run == LABELLED:
         env |= {"PROBE_LORA_LABELS": "1", "SGL_PREFIX_ATTN_MAX_VARIANT_BS": str(LIMIT)}
-    return Config(f"{run}-page-{page_size}", scenarios, ENGINE | {"page_size": page_size}, env)
+    if run == HYBRID:
+        engine |= {
+            "attention_backend": None,
+            "prefill_attention_backend": NOISE,
+            "decode_attention_backend": TESTED,
+        }
+    return Config(f"{run}-page-{page_size}", scenarios, engine, env)
 
 
 @pytest.fixture(scope="module", params=[1, 16], ids=lambda p: f"page_{p}")
@@ -78,7 +85,7 @@ def runs(request, tmp_path_factory):
         head_dim=128,
     )  # fmt: skip
     found = {}
-    for together in ((REFERENCE,), (NOISE, TESTED, LABELLED, FORCED_STOCK)):
+    for together in ((REFERENCE,), (NOISE, TESTED, LABELLED, FORCED_STOCK, HYBRID)):
         started = {}
         for run in together:
             backend = run if run in (REFERENCE, NOISE) else TESTED
@@ -120,8 +127,9 @@ def test_outputs_are_as_equal_as_those_of_two_stock_backends(runs, record_proper
     assert tested >= noise - MARGIN
 
 
-def test_decode_steps_ran_prefix_kernels_from_a_graph(runs):
-    run = runs[TESTED]
+@pytest.mark.parametrize("run", [TESTED, HYBRID])
+def test_decode_steps_ran_prefix_kernels_from_a_graph(runs, run):
+    run = runs[run]
     assert "Capture target decode" in run.log
     for key in SCENARIOS:
         assert run.steps[key], key
@@ -129,11 +137,20 @@ def test_decode_steps_ran_prefix_kernels_from_a_graph(runs):
     steps = [step for key in SCENARIOS for step in run.steps[key]]
     assert any(step["nodes"] and step["read"] < step["query_centric"] for step in steps)
     assert any(step["nodes"] is None for step in steps), "no step went on with an earlier plan"
+    assert all_from_graphs(run.log, "Prefill") and all_from_graphs(run.log)
 
 
-def all_from_graphs(log: str) -> bool:
-    """Whether SGLang replayed a graph for every decode step that it logged."""
-    lines = [line for line in log.splitlines() if "Decode batch" in line]
+def test_outputs_with_the_prefill_of_another_backend(runs):
+    """Beside those of the backend that prefills, and of ours alone."""
+    noise = share(runs, NOISE) - MARGIN
+    outputs = of_scenarios(runs[HYBRID])
+    assert equal_share(of_scenarios(runs[NOISE]), outputs) >= noise
+    assert equal_share(of_scenarios(runs[TESTED]), outputs) >= noise
+
+
+def all_from_graphs(log: str, phase: str = "Decode") -> bool:
+    """Whether SGLang replayed a graph for every batch of the phase that it logged."""
+    lines = [line for line in log.splitlines() if f"{phase} batch" in line]
     return bool(lines) and all("cuda graph: True" in line for line in lines)
 
 
