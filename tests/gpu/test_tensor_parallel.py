@@ -1,0 +1,68 @@
+"""Two tensor-parallel ranks on two GPUs: prefix graphs beside NCCL's kernels, and ranks that decide
+alike. tests/sglang/test_tensor_parallel.py has more of the latter, on a CPU.
+"""
+
+import pytest
+import torch
+
+from eval.tiny_model import write_tiny_llama
+from tests.gpu import test_sglang_backend as one_gpu
+from tests.gpu.test_sglang_backend import MARGIN, NOISE, REFERENCE, TESTED
+from tests.sglang.engine import Config, finish, start
+from tests.sglang.test_tensor_parallel import ONE_FAILS, SCENARIO, ranks_steps, sequence
+
+pytestmark = [
+    *one_gpu.pytestmark,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+ENGINE = one_gpu.ENGINE | {
+    "tp_size": 2,
+    # It may use NVLink multicast, which not every host has or allows.
+    "enforce_disable_flashinfer_allreduce_fusion": True,
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Runs by backend, the first alone (see test_sglang_backend)."""
+    folder = tmp_path_factory.mktemp("engines")
+    model = write_tiny_llama(
+        folder / "model", hidden=512, intermediate=1024, num_qo_heads=8, num_kv_heads=2,
+        head_dim=128,
+    )  # fmt: skip
+    env = one_gpu.config_of(TESTED, 1).env | {"SGL_PREFIX_ATTN_HEADROOM": "5"}
+    found = {}
+    for together in ((REFERENCE,), (NOISE, TESTED)):
+        started = {}
+        for backend in together:
+            faults = ("", ONE_FAILS) if backend == TESTED else ("",)
+            scenarios = tuple((SCENARIO, fault) for fault in faults)
+            config = Config(f"two-gpus-{backend}", scenarios, ENGINE, env)
+            started[backend] = start(config, backend, model, folder / backend)
+        found |= {backend: finish(p, folder / backend) for backend, p in started.items()}
+    return found
+
+
+def share(runs, backend, fault=""):
+    stock = runs[REFERENCE].outputs[SCENARIO, ""]
+    return one_gpu.equal_share(stock, runs[backend].outputs[SCENARIO, fault])
+
+
+def test_both_ranks_run_the_same_prefix_steps_from_graphs(runs):
+    run = runs[TESTED]
+    first, second = ranks_steps(run, "")
+    assert first and set(sequence(first, "variant")) == {("prefix",)}
+    fields = ("variant", "reason", "requests", "seq_lens", "causes", "nodes", "read")
+    assert sequence(first, *fields) == sequence(second, *fields)
+    assert one_gpu.all_from_graphs(run.log)
+    assert share(runs, TESTED) >= share(runs, NOISE) - MARGIN
+
+
+def test_a_planner_error_on_one_rank_makes_the_step_stock_on_both(runs):
+    first, second = ranks_steps(runs[TESTED], ONE_FAILS)
+    assert sequence(first, "variant", "requests") == sequence(second, "variant", "requests")
+    failed = [reason == ("planner_error",) for reason in sequence(second, "reason")]
+    assert any(failed) and not all(failed)
+    assert failed == [reason == ("other_rank",) for reason in sequence(first, "reason")]
+    assert share(runs, TESTED, ONE_FAILS) >= share(runs, NOISE) - MARGIN
