@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from eval import provenance
+from eval.arguments import count, several
 from eval.bench_kernel.trees import Tree
 from sgl_prefix_attn.envs import Settings
 from sgl_prefix_attn.metrics.counters import StepCounters
@@ -88,11 +89,11 @@ def fake_requests(tree: Tree) -> list[Request]:
     """One request for each leaf of the tree."""
     root = Node(None, 0, torch.zeros(0, dtype=torch.int64))
     made, above = 0, [root]
-    for level, (count, length) in enumerate(zip(tree.counts, tree.lengths, strict=True)):
-        parents = [above[tree.parent(level, i)] if level else root for i in range(count)]
+    for level, (nodes, length) in enumerate(zip(tree.counts, tree.lengths, strict=True)):
+        parents = [above[tree.parent(level, i)] if level else root for i in range(nodes)]
         value = torch.zeros(length, dtype=torch.int64)
         above = [Node(parent, made + 1 + i, value) for i, parent in enumerate(parents)]
-        made += count
+        made += nodes
     return [Request(node, tree.seq_len, i) for i, node in enumerate(above)]
 
 
@@ -161,26 +162,23 @@ def _planner(strategy: str) -> Planner:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.bench_plan", description=__doc__)
     parser.add_argument("--json", metavar="OUT")
-    parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
-    parser.add_argument("--levels", default=",".join(map(str, LEVELS)))
+    parser.add_argument("--batches", type=several(count), default=BATCHES)
+    parser.add_argument("--levels", type=several(count), default=LEVELS)
     parser.add_argument("--strategy", default="calibrated")
-    parser.add_argument("--repeats", type=int, default=51)
+    parser.add_argument("--repeats", type=count, default=51)
     args = parser.parse_args(argv)
     try:
-        batches, levels = (
-            [int(x) for x in text.split(",")] for text in (args.batches, args.levels)
-        )
         planner = _planner(args.strategy)
     except ValueError as error:
-        parser.error(str(error))
+        parser.error(f"argument --strategy: {error}")
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     names = ("scratch", "join", "leave", "steady", "walk", "plan")
     print("host milliseconds a step, median, one core (walk and plan: the parts of scratch)")
     print(f"{'requests':>8} {'levels':>6} {'nodes':>6}" + "".join(f"{n:>10}" for n in names))
     rows, missed = [], []
-    for batch in batches:
-        for depth in levels:
+    for batch in args.batches:
+        for depth in args.levels:
             times = measure(batch, depth, planner, args.repeats)
             nodes = sum(tree_of(batch, depth).counts)
             rows.append({"batch": batch, "levels": depth, "nodes": nodes, "ms": times})

@@ -127,23 +127,18 @@ class Settings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
-        """Read all variables (os.environ by default). ValueError: a bad or unknown one, or one
-        that was renamed as SGLang advises for everything that begins with SGL_."""
+        """Read all variables (os.environ by default). ValueError, naming each of them: bad or
+        unknown ones, and those renamed as SGLang advises for everything that begins with SGL_."""
         environ = os.environ if environ is None else environ
-        known = {variable.name for variable in VARIABLES}
-        unknown = sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
-        if unknown:
-            raise ValueError(
-                f"unknown environment variable {unknown[0]}: known are {', '.join(sorted(known))}"
-            )
-        for name in sorted(known):
-            # SGLang itself adds such a twin to each that is set.
-            twin = name.replace("SGL_", "SGLANG_", 1)
-            if twin in environ and name not in environ:
-                raise ValueError(
-                    f"{twin} is not read, set {name}: SGLang's advice to rename it is about its own"
-                )
-        return cls(**{variable.field: variable.read(environ) for variable in VARIABLES})
+        problems, values = _bad_names(environ), {}
+        for variable in VARIABLES:
+            try:
+                values[variable.field] = variable.read(environ)
+            except ValueError as error:
+                problems.append(str(error))
+        if problems:
+            raise ValueError("; ".join(problems))
+        return cls(**values)
 
     def describe(self) -> str:
         """What differs from the defaults, for the log."""
@@ -153,6 +148,24 @@ class Settings:
             if (value := getattr(self, variable.field)) != getattr(Settings, variable.field)
         ]
         return ", ".join(given) or "default settings"
+
+
+def _bad_names(environ: Mapping[str, str]) -> list[str]:
+    known = sorted(variable.name for variable in VARIABLES)
+    unknown = sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
+    problems = []
+    if unknown:
+        problems.append(
+            f"unknown environment variable {', '.join(unknown)}: known are {', '.join(known)}"
+        )
+    for name in known:
+        # SGLang itself adds such a twin to each that is set.
+        twin = name.replace("SGL_", "SGLANG_", 1)
+        if twin in environ and name not in environ:
+            problems.append(
+                f"{twin} is not read, set {name}: SGLang's advice to rename it is about its own"
+            )
+    return problems
 
 
 def markdown_table() -> str:

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 from eval import provenance
+from eval.arguments import count, several
 from eval.bench_engine import host_times
 from eval.bench_engine.arguments import check_device, dummy_engine
 from eval.bench_engine.runner import Samples, alternate, each_tpot_ms, tpot_ms
@@ -150,21 +151,22 @@ def _parse(argv: list[str]):
     )
     parser.add_argument("--baseline", default="flashinfer")
     parser.add_argument("--workloads", default=",".join(NAMED), help="or 64x8192+256")
-    parser.add_argument("--alternations", type=int, default=5)
-    parser.add_argument("--new-tokens", default="64,256", help="short and long generation")
-    parser.add_argument("--page-size", type=int, default=1)
+    parser.add_argument("--alternations", type=count, default=5)
+    parser.add_argument(
+        "--new-tokens", type=several(count), default="64,256", help="short and long generation"
+    )
+    parser.add_argument("--page-size", type=count, default=1)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--json", metavar="OUT")
     args = parser.parse_args(argv)
     try:
         workloads = parse_workloads(args.workloads)
-        short, long = (int(x) for x in args.new_tokens.split(","))
         check_device(args.device)
     except ValueError as error:
         parser.error(str(error))
-    if not 0 < short < long or args.alternations < 1:
-        parser.error("--new-tokens must be SHORT,LONG and --alternations at least 1")
-    return args, workloads, (short, long)
+    if len(args.new_tokens) != 2 or args.new_tokens[0] >= args.new_tokens[1]:
+        parser.error("argument --new-tokens: expected SHORT,LONG")
+    return args, workloads, tuple(args.new_tokens)
 
 
 if __name__ == "__main__":

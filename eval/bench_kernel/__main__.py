@@ -11,6 +11,7 @@ import sys
 from dataclasses import asdict
 
 from eval import provenance
+from eval.arguments import count, several
 from eval.bench_kernel import plot, summary
 from eval.bench_kernel.case import DTYPES, parse_device
 from eval.bench_kernel.floor import rates_of
@@ -93,7 +94,7 @@ def _parse(argv: list[str]):
     parser.add_argument(
         "--strategy", default="calibrated", help=f"of `prefix`: {', '.join(STRATEGIES)}"
     )
-    parser.add_argument("--page-size", default="1", help="such as 1,16,64")
+    parser.add_argument("--page-size", type=several(count), default="1", help="such as 1,16,64")
     parser.add_argument("--dtype", default="bf16", choices=list(DTYPES))
     parser.add_argument("--device", default="cuda", help="cpu: small trees only")
     parser.add_argument("--seed", type=int, default=0)
@@ -118,22 +119,12 @@ def _parse(argv: list[str]):
                 args.seed,
             )
             for heads in args.heads.split(",")
-            for page in _page_sizes(args.page_size)
+            for page in args.page_size
             for tree in parse_trees(args.trees)
         ]
     except ValueError as error:
         parser.error(str(error))
     return args, settings, providers
-
-
-def _page_sizes(text: str) -> list[int]:
-    try:
-        sizes = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"page size {text!r}: expected integers, such as 1,16,64") from None
-    if min(sizes) < 1:
-        raise ValueError(f"page size {text!r}: must be at least 1")
-    return sizes
 
 
 if __name__ == "__main__":

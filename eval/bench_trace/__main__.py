@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 from eval import provenance
+from eval.arguments import amount, count, several
 from eval.bench_engine.arguments import check_device, dummy_engine
 from eval.bench_trace import summary, trace
 from eval.bench_trace.runner import alternate, warm_up, write_requests
@@ -119,17 +120,19 @@ def _parse(argv: list[str]):
     parser.add_argument(
         "--backends", help="first: the stock one (flashinfer,prefix; on a CPU torch_native,prefix)"
     )
-    parser.add_argument("--rates", default="0.5,1", help="requests a second, each replayed")
-    parser.add_argument("--seconds", type=float, default=60, help="arrivals of a replay last this")
-    parser.add_argument("--skip", type=float, default=0, help="seconds of the trace left out")
-    parser.add_argument("--length-scale", type=float, default=1.0, help="of prompts and outputs")
-    parser.add_argument("--alternations", type=int, default=5)
-    parser.add_argument("--model-shape", default="llama3.1-8b", choices=list(SHAPES))
-    parser.add_argument("--page-size", type=int, default=1)
     parser.add_argument(
-        "--pool-tokens", type=int, default=98304, help="KV tokens of each engine; all must fit"
+        "--rates", type=several(amount), default="0.5,1", help="requests a second, each replayed"
     )
-    parser.add_argument("--max-running", type=int, default=64, help="requests of a decode step")
+    parser.add_argument("--seconds", type=amount, default=60, help="arrivals of a replay last this")
+    parser.add_argument("--skip", type=float, default=0, help="seconds of the trace left out")
+    parser.add_argument("--length-scale", type=amount, default=1.0, help="of prompts and outputs")
+    parser.add_argument("--alternations", type=count, default=5)
+    parser.add_argument("--model-shape", default="llama3.1-8b", choices=list(SHAPES))
+    parser.add_argument("--page-size", type=count, default=1)
+    parser.add_argument(
+        "--pool-tokens", type=count, default=98304, help="KV tokens of each engine; all must fit"
+    )
+    parser.add_argument("--max-running", type=count, default=64, help="requests of a decode step")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--json", metavar="OUT")
     args = parser.parse_args(argv)
@@ -137,15 +140,13 @@ def _parse(argv: list[str]):
     args.backends = (args.backends or f"{stock},prefix").split(",")
     if len(set(args.backends)) < len(args.backends):
         parser.error("--backends names one twice")
-    if min(args.alternations, args.max_running, args.page_size) < 1:
-        parser.error("--alternations, --max-running and --page-size must be at least 1")
     context = SHAPES[args.model_shape]["max_position_embeddings"]
     longest = min(context, args.pool_tokens // 64 * 64) - 2 * args.page_size
     try:
         requests = trace.scale(trace.read(args.trace), args.length_scale)
         windows = {
             rate: trace.window(requests, rate, args.seconds, args.skip, longest)
-            for rate in map(float, args.rates.split(","))
+            for rate in args.rates
         }
         check_device(args.device)
     except (OSError, ValueError) as error:

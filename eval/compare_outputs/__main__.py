@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
             length = _ENTROPY_LENGTH // args.scale
             entropies = entropy.attention_entropy(model, length, args.device)
             print(entropy.describe(entropies, length), flush=True)
-            for page_size in args.page_sizes:
+            for page_size in args.page_size:
                 home = Path(folder) / f"page-{page_size}"
                 rows += _compare_at(page_size, model, home, args)
         except EngineError as error:

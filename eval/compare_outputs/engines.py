@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from eval import provenance
+from eval.arguments import count, several
 from eval.compare_outputs import faults, scenarios
 from eval.engine_process import uses_prefix
 from eval.model_shapes import SHAPES
@@ -77,27 +78,23 @@ def meta(argv: list[str], args) -> dict:
 def add_arguments(parser: argparse.ArgumentParser, default_scenarios: list[str]) -> None:
     """Arguments of both commands."""
     parser.add_argument("--model-shape", default="llama3.1-8b", choices=list(SHAPES))
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=count, default=4)
     parser.add_argument("--scenarios", default=",".join(default_scenarios))
-    parser.add_argument("--page-size", default="1,16")
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--scale", type=int, default=1, help="divides all prompt lengths")
+    parser.add_argument("--page-size", type=several(count), default="1,16")
+    parser.add_argument("--new-tokens", type=count, default=64)
+    parser.add_argument("--scale", type=count, default=1, help="divides all prompt lengths")
     parser.add_argument("--fault", choices=list(faults.FAULTS), help="planted in the tested engine")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--json", metavar="OUT")
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str]):
-    """Arguments with scenarios as a list and page_sizes; ends with usage when they are wrong."""
+    """Arguments with scenarios as a list; ends with usage when they are wrong."""
     args = parser.parse_args(argv)
     args.scenarios = args.scenarios.split(",")
     unknown = [name for name in args.scenarios if name not in scenarios.SCENARIOS]
     if unknown:
         parser.error(f"scenario {unknown[0]!r}: known are {', '.join(scenarios.SCENARIOS)}")
-    try:
-        args.page_sizes = [int(part) for part in args.page_size.split(",")]
-    except ValueError:
-        parser.error(f"page size {args.page_size!r}: expected integers, such as 1,16")
     return args
 
 

@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="compare-layers-") as folder:
         try:
             model = engines.write_model(Path(folder) / "model", args)
-            for page_size in args.page_sizes:
+            for page_size in args.page_size:
                 for backend in args.backends:
                     home = Path(folder) / f"page-{page_size}" / backend.replace("/", "-")
                     rows += _judge_engine(backend, page_size, model, home, args)

@@ -13,6 +13,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from eval import provenance
+from eval.arguments import count, several
 from eval.policy_holdout import host, judgements, plot, text
 from eval.policy_holdout.holdout import (
     DTYPES,
@@ -123,14 +124,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="default: what a server would use on this GPU",
     )
-    parser.add_argument("--seeds", type=_integers, help="101,102,103,104,105; not below 101")
-    parser.add_argument("--batches", type=int, help="of each seed (60)")
+    parser.add_argument("--seeds", type=several(count), help="101,102,103,104,105; not below 101")
+    parser.add_argument("--batches", type=count, help="of each seed (60)")
     parser.add_argument("--heads", help="query/KV heads (32/8)")
-    parser.add_argument("--head-dim", type=int, help="(128)")
+    parser.add_argument("--head-dim", type=count, help="(128)")
     parser.add_argument("--dtype", choices=DTYPES, help="(bf16)")
-    parser.add_argument("--page-size", type=int, help="(1)")
+    parser.add_argument("--page-size", type=count, help="(1)")
     parser.add_argument(
-        "--pool-tokens", type=int, help="unique KV tokens of the largest batch (450000)"
+        "--pool-tokens", type=count, help="unique KV tokens of the largest batch (450000)"
     )
     parser.add_argument("--json", metavar="OUT", help="result file, written after every seed")
     parser.add_argument(
@@ -146,10 +147,6 @@ def _parser() -> argparse.ArgumentParser:
         "--note", help="kept with this judgement: what changed since the batches were last judged"
     )
     return parser
-
-
-def _integers(text_: str) -> list[int]:
-    return [int(part) for part in text_.split(",")]
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ def check_settings(facts: Facts) -> Check:
     try:
         Settings.from_env(facts.env)
     except ValueError as error:
-        return Check("settings", FAIL, str(error), "correct or unset the variable")
+        return Check("settings", FAIL, str(error), "correct or unset it")
     given = sorted(name for name in facts.env if name.startswith("SGL_PREFIX_ATTN_"))
     return Check("settings", OK, ", ".join(f"{n}={facts.env[n]}" for n in given) or "defaults")
 

@@ -66,6 +66,27 @@ def test_a_variable_renamed_as_sglang_advises_is_an_error():
     assert Settings.from_env(both).policy == "stock"
 
 
+def test_every_bad_variable_is_named():
+    with pytest.raises(ValueError) as error:
+        Settings.from_env(
+            {
+                "SGL_PREFIX_ATTN_STRATEGI": "pat",
+                "SGL_PREFIX_ATTN_A": "",
+                "SGLANG_PREFIX_ATTN_POLICY": "stock",
+                "SGL_PREFIX_ATTN_CHECK": "yes",
+                "SGL_PREFIX_ATTN_HEADROOM": "0",
+            }
+        )
+    parts = str(error.value).split("; ")
+    assert len(parts) == 4
+    assert parts[0].startswith(
+        "unknown environment variable SGL_PREFIX_ATTN_A, SGL_PREFIX_ATTN_STRATEGI: known are"
+    )
+    assert [part.split("=")[0] for part in parts[2:]] == [
+        "SGL_PREFIX_ATTN_HEADROOM", "SGL_PREFIX_ATTN_CHECK"
+    ]  # fmt: skip
+
+
 def test_the_log_says_what_differs_from_the_defaults():
     assert Settings().describe() == "default settings"
     changed = Settings(headroom=32, check=True).describe()
