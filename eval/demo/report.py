@@ -62,7 +62,10 @@ def compare(ours: Run, stock: Run, noise: Run | None) -> Comparison:
         [{"tokens": o.token_ids, "top": o.top} for o in run.outputs if o.fixed_prompt]
         for run in (ours, stock, noise)
     )
-    here, found = judge.differ(reference, other), judge.differ(reference, tested)
+    try:
+        here, found = judge.differ(reference, other), judge.differ(reference, tested)
+    except ValueError as error:  # not the same requests, or not as many tokens
+        return Comparison([str(error)], None)
     problems = judge.verdict(found, judge.noise_of([here]), here)
     return Comparison(problems, (found.equal_share, here.equal_share))
 

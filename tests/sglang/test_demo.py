@@ -125,6 +125,7 @@ def test_on_a_gpu_outputs_may_differ_as_those_of_two_stock_backends():
     assert compare(ours, run_of(*stock.outputs, other), run_of(*noise.outputs, other)) == compare(
         stock, stock, noise
     )
+    assert compare(run_of(tie), stock, noise).problems == ["4 and 1 requests"]
     # A first difference that is no near-tie, from the first token on.
     wrong = run_of(*[judged([t + 7 for t in tokens])] * 4)
     problems = compare(wrong, stock, noise).problems
