@@ -10,17 +10,6 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def count(text: str) -> int:
-    """An integer of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        raise ArgumentTypeError(f"{text!r} is no integer") from None
-    if value < 1:
-        raise ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
 def amount(text: str) -> float:
     """A finite number above 0."""
     try:

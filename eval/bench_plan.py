@@ -24,8 +24,9 @@ import numpy as np
 import torch
 
 from eval import provenance
-from eval.arguments import count, several
+from eval.arguments import several
 from eval.bench_kernel.trees import Tree
+from sgl_prefix_attn.cli.arguments import count
 from sgl_prefix_attn.envs import Settings
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.plan import CostModel, Planner

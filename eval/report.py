@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from eval import provenance
-from eval.bench_kernel.tables import kernel_tables, line
+from eval.bench_kernel.tables import header, kernel_tables, line
 from eval.bench_trace import summary as trace_summary
 from eval.policy_holdout import text as policy_text
 
@@ -74,10 +74,7 @@ def _engine_table(rows: list[dict]) -> str:
     backends = list(dict.fromkeys(row["backend"] for row in rows))
     places = list(dict.fromkeys((row["workload"], row["page_size"]) for row in rows))
     by_key = {(row["workload"], row["page_size"], row["backend"]): row for row in rows}
-    lines = [
-        line("requests", "shared + private prompt", "page size", *backends),
-        line(*["---"] * (len(backends) + 3)),
-    ]
+    lines = header("requests", "shared + private prompt", "page size", *backends)
     for workload, page_size in places:
         entries = [by_key.get((workload, page_size, backend)) for backend in backends]
         some = next(entry for entry in entries if entry)
@@ -104,7 +101,7 @@ def _trace_table(rows: list[dict], meta: dict) -> str:
     stock = entries[0]["backend"]
     columns = ("TTFT median", "TTFT p99", "TPOT median", "TPOT p99")
     ends = ("prompt cached", "completed", "served/s", "sent late, p99")
-    lines = _header("requests/s", "backend", *columns, *ends)
+    lines = header("requests/s", "backend", *columns, *ends)
     for entry in entries:
         lines.append(
             line(
@@ -133,7 +130,7 @@ def _trace_ratios(entries: list[dict], stock: str) -> list[str]:
     return [
         f"\nRatios to {stock}'s, with 95 % intervals by drawing the replays anew; each is the "
         "median over the requests of each one's own ratio.\n",
-        *_header("requests/s", "backend", *columns),
+        *header("requests/s", "backend", *columns),
         *(
             line(
                 f"{entry['rate']:g}",
@@ -143,10 +140,6 @@ def _trace_ratios(entries: list[dict], stock: str) -> list[str]:
             for entry in compared
         ),
     ]
-
-
-def _header(*columns: str) -> list[str]:
-    return [line(*columns), line(*["---"] * len(columns))]
 
 
 def _few_requests(entries: list[dict]) -> str:
@@ -172,10 +165,10 @@ def _policy_tables(summary: dict, meta: dict) -> list[str]:
     )
     if summary["all"] is None:
         return [head, f"All {summary['failed']} batches failed."]
-    lines = [line("", "all batches", "95 % interval", "wanted"), line(*["---"] * 4)]
+    lines = header("", "all batches", "95 % interval", "wanted")
     lines += [line(*cells) for cells in policy_text.numbers(summary)]
     columns = ("batches", "prefix chosen", "regret", "worst", "faster than always stock")
-    kinds = [line("sharing", *columns), line(*["---"] * (len(columns) + 1))]
+    kinds = header("sharing", *columns)
     for name, entry in summary["sharing"].items():
         cells = (entry["batches"], entry["prefix_chosen"])
         ratios = (f"{entry['regret']:.4f}", f"{entry['worst']:.3f}", f"{entry['over_stock']:.3f}x")

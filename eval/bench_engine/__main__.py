@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from eval import provenance
-from eval.arguments import count, several
+from eval.arguments import several
 from eval.bench_engine import host_times
 from eval.bench_engine.arguments import check_device, dummy_engine
 from eval.bench_engine.runner import Samples, alternate, each_tpot_ms, tpot_ms
@@ -28,6 +28,7 @@ from eval.engine_process import (
     uses_prefix,
 )
 from eval.model_shapes import SHAPES, write_config
+from sgl_prefix_attn.cli.arguments import count
 
 # KV pool over what the largest workload needs: room for outputs of earlier generations.
 _POOL_MARGIN = 1.4

@@ -26,10 +26,7 @@ def _kernel_table(trees: dict[str, dict[str, dict]]) -> str:
         for name in dict.fromkeys(name for rows in trees.values() for name in rows)
         if any(rows.get(name, {}).get("us") is not None for rows in trees.values())
     ]
-    lines = [
-        line("tree", "floor", *names, "best peer / prefix"),
-        line(*["---"] * (len(names) + 3)),
-    ]
+    lines = header("tree", "floor", *names, "best peer / prefix")
     for tree, rows in trees.items():
         floor = next(iter(rows.values()))["floor_us"]
         ratio = summary.ratio_to_peer(rows, "prefix")
@@ -105,6 +102,11 @@ def _notes(trees: dict[str, dict[str, dict]]) -> list[str]:
         if notes
         else []
     )
+
+
+def header(*columns: str) -> list[str]:
+    """The first two lines of a table."""
+    return [line(*columns), line(*["---"] * len(columns))]
 
 
 def line(*cells: str) -> str:

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from eval import provenance
-from eval.arguments import amount, count, several
+from eval.arguments import amount, several
 from eval.bench_engine.arguments import check_device, dummy_engine
 from eval.bench_trace import summary, trace
 from eval.bench_trace.runner import alternate, warm_up, write_requests
@@ -26,6 +26,7 @@ from eval.engine_process import (
     names_prefix,
 )
 from eval.model_shapes import SHAPES, write_config
+from sgl_prefix_attn.cli.arguments import count
 
 # Captured decode batches up to --max-running, which is captured too.
 _BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 96, 128, 160, 192, 224, 256)

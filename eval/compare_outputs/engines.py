@@ -6,11 +6,12 @@ import argparse
 from pathlib import Path
 
 from eval import provenance
-from eval.arguments import count, several
+from eval.arguments import several
 from eval.compare_outputs import faults, scenarios
 from eval.engine_process import uses_prefix
 from eval.model_shapes import SHAPES
 from eval.tiny_model import write_tiny_llama
+from sgl_prefix_attn.cli.arguments import count
 
 SEED = 1234
 MAX_RUNNING_REQUESTS = 96

@@ -13,7 +13,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from eval import provenance
-from eval.arguments import count, several
+from eval.arguments import several
 from eval.policy_holdout import host, judgements, plot, text
 from eval.policy_holdout.holdout import (
     DTYPES,
@@ -23,6 +23,7 @@ from eval.policy_holdout.holdout import (
     gpu_meter,
     summarise,
 )
+from sgl_prefix_attn.cli.arguments import count
 
 DEFAULTS = {
     "seeds": [101, 102, 103, 104, 105],

@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from sgl_prefix_attn.cli.arguments import count
 from sgl_prefix_attn.cli.model_heads import heads_of_model, heads_on_rank, parse_heads
 from sgl_prefix_attn.records import HeadConfig
 
@@ -41,10 +42,10 @@ def add_parser(commands) -> None:
     heads.add_argument("--model", type=Path, help="folder of a Hugging Face model, or config.json")
     heads.add_argument("--heads", default="32/8", help="query/KV heads of the model (32/8)")
     parser.add_argument("--head-dim", type=int, default=128, help="with --heads (128)")
-    parser.add_argument("--tp", type=_positive, default=1, help="tensor-parallel size (1)")
+    parser.add_argument("--tp", type=count, default=1, help="tensor-parallel size (1)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--page-size", type=_positive, default=1, help="the server's (1)")
-    parser.add_argument("--batches", type=_positive, default=1200, help="to measure (1200)")
+    parser.add_argument("--page-size", type=count, default=1, help="the server's (1)")
+    parser.add_argument("--batches", type=count, default=1200, help="to measure (1200)")
     parser.add_argument("--seed", type=int, default=0, help="of the batches (0)")
     parser.add_argument("--out", type=Path, help="file to write (in the user's cache folder)")
     parser.add_argument("--fresh", action="store_true", help="forget what was measured before")
@@ -208,13 +209,6 @@ def _head_config(args: argparse.Namespace) -> HeadConfig:
         return heads_on_rank(*parse_heads(args.heads), args.head_dim, args.tp)
     except ValueError as error:
         raise Unusable(str(error)) from None
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
 
 
 def progress_bar(console: Console) -> Progress:

@@ -4,7 +4,8 @@ import argparse
 
 import pytest
 
-from eval.arguments import amount, count, several
+from eval.arguments import amount, several
+from sgl_prefix_attn.cli.arguments import count
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from itertools import pairwise
 import pytest
 
 from eval.tiny_model import write_tiny_llama
-from tests.sglang.engine import Config, finish, plain, start
+from tests.sglang.engine import Config, Run, plain, run_together
 
 
 def _missing() -> str | None:
@@ -80,18 +80,22 @@ def config_of(run, page_size):
 def runs(request, tmp_path_factory):
     """Runs by name. The first engine goes alone: it compiles FlashInfer for the others."""
     folder = tmp_path_factory.mktemp("engines")
+    jobs = {
+        run: (config_of(run, request.param), run if run in (REFERENCE, NOISE) else TESTED)
+        for run in (REFERENCE, NOISE, TESTED, LABELLED, FORCED_STOCK, HYBRID)
+    }
+    return first_alone(jobs, folder)
+
+
+def first_alone(jobs: dict[str, tuple[Config, str]], folder) -> dict[str, Run]:
+    """Runs of (configuration, backend) by name on one model, the first before all others."""
     model = write_tiny_llama(
         folder / "model", hidden=512, intermediate=1024, num_qo_heads=8, num_kv_heads=2,
         head_dim=128,
     )  # fmt: skip
-    found = {}
-    for together in ((REFERENCE,), (NOISE, TESTED, LABELLED, FORCED_STOCK, HYBRID)):
-        started = {}
-        for run in together:
-            backend = run if run in (REFERENCE, NOISE) else TESTED
-            started[run] = start(config_of(run, request.param), backend, model, folder / run)
-        found |= {run: finish(process, folder / run) for run, process in started.items()}
-    return found
+    first, *others = jobs
+    runs = run_together({first: jobs[first]}, model, folder)
+    return runs | run_together({name: jobs[name] for name in others}, model, folder)
 
 
 def equal_share(a: list[list[int]], b: list[list[int]]) -> float:

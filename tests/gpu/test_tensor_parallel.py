@@ -5,10 +5,9 @@ alike. tests/sglang/test_tensor_parallel.py has more of the latter, on a CPU.
 import pytest
 import torch
 
-from eval.tiny_model import write_tiny_llama
 from tests.gpu import test_sglang_backend as one_gpu
 from tests.gpu.test_sglang_backend import MARGIN, NOISE, REFERENCE, TESTED
-from tests.sglang.engine import Config, finish, start
+from tests.sglang.engine import Config
 from tests.sglang.test_tensor_parallel import ONE_FAILS, SCENARIO, ranks_steps, sequence
 
 pytestmark = [
@@ -25,23 +24,14 @@ ENGINE = one_gpu.ENGINE | {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Runs by backend, the first alone (see test_sglang_backend)."""
-    folder = tmp_path_factory.mktemp("engines")
-    model = write_tiny_llama(
-        folder / "model", hidden=512, intermediate=1024, num_qo_heads=8, num_kv_heads=2,
-        head_dim=128,
-    )  # fmt: skip
+    """Runs by backend."""
     env = one_gpu.config_of(TESTED, 1).env | {"SGL_PREFIX_ATTN_HEADROOM": "5"}
-    found = {}
-    for together in ((REFERENCE,), (NOISE, TESTED)):
-        started = {}
-        for backend in together:
-            faults = ("", ONE_FAILS) if backend == TESTED else ("",)
-            scenarios = tuple((SCENARIO, fault) for fault in faults)
-            config = Config(f"two-gpus-{backend}", scenarios, ENGINE, env)
-            started[backend] = start(config, backend, model, folder / backend)
-        found |= {backend: finish(p, folder / backend) for backend, p in started.items()}
-    return found
+    jobs = {}
+    for backend in (REFERENCE, NOISE, TESTED):
+        faults = ("", ONE_FAILS) if backend == TESTED else ("",)
+        scenarios = tuple((SCENARIO, fault) for fault in faults)
+        jobs[backend] = (Config(f"two-gpus-{backend}", scenarios, ENGINE, env), backend)
+    return one_gpu.first_alone(jobs, tmp_path_factory.mktemp("engines"))
 
 
 def share(runs, backend, fault=""):

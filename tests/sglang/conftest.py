@@ -3,7 +3,7 @@
 import pytest
 
 from eval.tiny_model import write_tiny_llama
-from tests.sglang.engine import PREFIX, STOCK, Config, Run, finish, start
+from tests.sglang.engine import PREFIX, STOCK, Config, Run, finish, run_together, start
 
 
 @pytest.fixture(scope="session")
@@ -17,11 +17,9 @@ class Engines:
 
     def runs_of(self, config: Config, *backends: str) -> list[Run]:
         """One Run for each backend, started together when they have not run yet."""
-        new = [b for b in backends if (config.name, b) not in self.runs]
-        folders = {b: self.folder / config.name / b for b in new}
-        started = {b: start(config, b, self.model, folders[b]) for b in new}
-        for backend, process in started.items():
-            self.runs[config.name, backend] = finish(process, folders[backend])
+        new = {b: (config, b) for b in backends if (config.name, b) not in self.runs}
+        for backend, run in run_together(new, self.model, self.folder / config.name).items():
+            self.runs[config.name, backend] = run
         return [self.runs[config.name, b] for b in backends]
 
     def both(self, config: Config) -> tuple[Run, Run]:

@@ -106,6 +106,15 @@ def finish(process: subprocess.Popen, folder: Path, expect_failure: bool = False
     )
 
 
+def run_together(jobs: dict[str, tuple[Config, str]], model: Path, folder: Path) -> dict[str, Run]:
+    """Runs of (configuration, backend) by name, all started at once."""
+    started = {
+        name: start(config, backend, model, folder / name)
+        for name, (config, backend) in jobs.items()
+    }
+    return {name: finish(process, folder / name) for name, process in started.items()}
+
+
 def _end(process: subprocess.Popen) -> None:
     """End the driver's own process group: SGLang's children outlive a parent that was killed."""
     try:
