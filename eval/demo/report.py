@@ -50,7 +50,7 @@ class Comparison:
     equal_tokens: tuple[float, float] | None
 
 
-def compare(ours: Run, stock: Run, noise: Run | None) -> Comparison:
+def compare(ours: Run, stock: Run, noise: Run | None = None) -> Comparison:
     """Without `noise` all tokens must be equal, as they are in float32. With it, another stock
     backend's run, outputs may differ by what those two do: bf16 turns near-ties. Judged then are
     the prompts that hold no output, which alone are the same on all servers."""

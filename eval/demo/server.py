@@ -30,7 +30,10 @@ class ServerError(RuntimeError):
 
 
 class Server:
-    """Context manager; `url` is healthy inside. `progress(text)` is told what it waits for."""
+    """Context manager: the server is starting inside, and stopped at the end.
+
+    `url` answers after `wait_until_healthy`; `progress(text)` is told what that waits for.
+    """
 
     def __init__(self, model: Path, backend: str, *, gpu: bool, workdir: Path, progress=print):
         self.backend = backend
@@ -66,11 +69,6 @@ class Server:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        try:
-            self._wait_until_healthy()
-        except BaseException:
-            self.stop()
-            raise
         return self
 
     def __exit__(self, *_) -> None:
@@ -96,7 +94,8 @@ class Server:
         sentence = f"the SGLang server with --attention-backend {self.backend} {what} ({self.log})"
         return ServerError(sentence, self.log_tail())
 
-    def _wait_until_healthy(self) -> None:
+    def wait_until_healthy(self) -> None:
+        """Raises ServerError if it ends before, or takes more than START_LIMIT_S."""
         start = told = time.monotonic()
         while True:
             if self._process.poll() is not None:

@@ -52,7 +52,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path):
     model = write_tiny_llama(tmp_path / "model")
     server = Server(model, "no_such_backend", gpu=False, workdir=tmp_path)
     with pytest.raises(ServerError, match="ended with status") as caught, server:
-        pass
+        server.wait_until_healthy()
     assert "invalid choice: 'no_such_backend'" in caught.value.log_tail
 
 
@@ -63,9 +63,13 @@ def run_demo(monkeypatch, tmp_path):
     def run(outputs, backend="prefix"):
         canned = {"prefix": Run("prefix", outputs, COUNTERS, 1.0)}
         stock = Run("stock", OUTPUTS, {}, 1.0)
+
+        def serve(names, *_):
+            return [canned.get(name, stock) for name in names]
+
         monkeypatch.setattr(demo.torch.cuda, "is_available", lambda: False)
         monkeypatch.setattr(demo, "write_tiny_llama", lambda path, **_: path)
-        monkeypatch.setattr(demo, "serve_workload", lambda name, *_: canned.get(name, stock))
+        monkeypatch.setattr(demo, "serve_workload", serve)
         status = demo.main(["--output", str(tmp_path / "demo.json")])
         return status, json.loads((tmp_path / "demo.json").read_text())
 
@@ -135,17 +139,17 @@ def test_on_a_gpu_outputs_may_differ_as_those_of_two_stock_backends():
 def test_on_a_gpu_the_demo_asks_another_stock_backend(monkeypatch, tmp_path, capsys):
     served = []
 
-    def serve(backend, *_):
-        served.append(backend)
-        tokens = [9, 9] if backend == "prefix" else [5, 6]
-        return Run(backend, [judged(tokens)] * 3, COUNTERS, 1.0)
+    def serve(backends, *_):
+        served.append(backends)
+        tokens = {"prefix": [9, 9]}
+        return [Run(b, [judged(tokens.get(b, [5, 6]))] * 3, COUNTERS, 1.0) for b in backends]
 
     monkeypatch.setattr(demo.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(demo.torch.cuda, "get_device_name", lambda _: "some GPU")
     monkeypatch.setattr(demo, "write_tiny_llama", lambda path, **_: path)
     monkeypatch.setattr(demo, "serve_workload", serve)
     arguments = ["--output", str(tmp_path / "demo.json")]
-    assert demo.main(arguments) == 1 and served == ["prefix", "flashinfer", "triton"]
+    assert demo.main(arguments) == 1 and served == [["prefix", "flashinfer", "triton"]]
     text = capsys.readouterr().out
     assert "demo failed: equal tokens 0.000, of two correct backends 1.000" in text
     assert demo.main([*arguments, "--backend", "triton"]) == 0
