@@ -16,6 +16,7 @@ from rich.console import Console
 from eval.demo.report import Run, compare, render, summarize
 from eval.demo.server import Server, ServerError
 from eval.demo.workload import WorkloadError, run_workload
+from eval.engine_process import end_on_sigterm
 from eval.tiny_model import write_tiny_llama
 
 BUILD = Path("build")
@@ -53,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--backend", default="prefix", help="attention backend under test")
     parser.add_argument("--output", type=Path, default=BUILD / "demo.json")
     args = parser.parse_args(argv)
+    end_on_sigterm()
     gpu = torch.cuda.is_available()
     device = torch.cuda.get_device_name(0) if gpu else "cpu"
 
