@@ -41,10 +41,17 @@ def check_python(facts: Facts) -> Check:
 
 
 def check_packages(facts: Facts) -> list[Check]:
-    """One check a package; FlashInfer runs the stock steps, so only a GPU machine needs it."""
+    """One check a package; FlashInfer runs the stock steps, so only a GPU machine needs it.
+
+    SGLang's requirements are its CUDA set: without a GPU they are not asked for.
+    """
     checks = []
     for name, version in facts.versions.items():
-        if version is not None:
+        if version is not None and facts.gpu and name in facts.unmet:
+            detail = f"{version}, but SGLang requires {name}{facts.unmet[name]}"
+            fix = f"pip install '{name}{facts.unmet[name]}'"
+            checks.append(Check(name, WARN, detail, fix))
+        elif version is not None:
             checks.append(Check(name, OK, version))
         elif name == "flashinfer-python" and not facts.gpu:
             checks.append(Check(name, OK, "not installed, not needed without a GPU"))

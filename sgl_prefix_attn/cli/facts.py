@@ -5,7 +5,7 @@ import os
 import pkgutil
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
@@ -38,6 +38,7 @@ class Hook:
 class Facts:
     """`versions` holds None for what is not installed; `arch` is the first GPU's (major, minor).
 
+    `unmet`: those of `versions` that the installed SGLang does not ask for, and what it does.
     `env` has the variables of SGLang and the plugin, and CC.
     `hub_kernels`: Hugging Face's package `kernels` is installed (SGLang's CUDA set needs it).
     `calibration`: what a server with 32/8 heads would find, and its source; "" without a GPU.
@@ -48,6 +49,7 @@ class Facts:
     package_dir: Path
     env: dict[str, str]
     versions: dict[str, str | None]
+    unmet: dict[str, str] = field(default_factory=dict)
     supported_sglang: tuple[str, ...] = ()
     plugin_error: str = ""
     plugins: tuple[EntryPoint, ...] = ()
@@ -72,6 +74,7 @@ def gather() -> Facts:
         package_dir=Path(sgl_prefix_attn.__file__).resolve().parent,
         env={k: v for k, v in os.environ.items() if k == "CC" or k.startswith(_PREFIXES)},
         versions={name: _version(name) for name in PACKAGES},
+        unmet=_unmet(),
         supported_sglang=supported,
         plugin_error=plugin_error,
         plugins=_entry_points(GENERAL_GROUP),
@@ -91,6 +94,23 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _unmet() -> dict[str, str]:
+    """SGLang's requirements of PACKAGES that what is installed does not meet."""
+    if _version("sglang") is None:
+        return {}
+    from packaging.requirements import Requirement  # SGLang requires it
+    from packaging.utils import canonicalize_name
+
+    unmet = {}
+    for requirement in map(Requirement, metadata.requires("sglang") or ()):
+        name = canonicalize_name(requirement.name)
+        version = _version(name) if name in PACKAGES else None
+        needed = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if version and needed and not requirement.specifier.contains(version, prereleases=True):
+            unmet[name] = str(requirement.specifier)
+    return unmet
 
 
 def _compiler() -> str:

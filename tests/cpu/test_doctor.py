@@ -100,6 +100,37 @@ def test_a_local_build_of_sglang_is_the_same_version():
     assert doctor.works(run_checks(case))
 
 
+def test_on_a_gpu_a_package_that_sglang_does_not_ask_for_is_a_warning():
+    unmet = {"torch": "==2.11.0"}
+    (check,) = (c for c in run_checks(replace(GOOD, unmet=unmet)) if c.status != OK)
+    assert (check.name, check.status) == ("torch", WARN)
+    assert check.detail == "1.0, but SGLang requires torch==2.11.0"
+    assert check.fix == "pip install 'torch==2.11.0'"
+    assert {check.status for check in run_checks(replace(ON_CPU, unmet=unmet))} == {OK}
+
+
+def test_requirements_of_the_installed_sglang_are_compared(monkeypatch):
+    installed = {
+        "sglang": "0.5.17",
+        "torch": "2.11.0+cu130",
+        "numba": "0.66.0",
+        "flashinfer-python": "0.6.14",
+        "numpy": "2.3",
+    }
+    asked = [
+        "torch==2.11.0",
+        "flashinfer_python[cu13]==0.6.15.post1",
+        "numba==0.65.1; extra == 'all'",
+        "numpy",
+        "peft>=1",
+    ]
+    monkeypatch.setattr(facts, "_version", installed.get)
+    monkeypatch.setattr(facts.metadata, "requires", lambda name: asked)
+    assert facts._unmet() == {"flashinfer-python": "==0.6.15.post1"}
+    del installed["sglang"]
+    assert facts._unmet() == {}
+
+
 def test_a_folder_of_the_same_name_shadows_the_install(tmp_path):
     (tmp_path / "sgl_prefix_attn").mkdir()
     failed = [c.name for c in run_checks(replace(GOOD, cwd=tmp_path)) if c.status == FAIL]

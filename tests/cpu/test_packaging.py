@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from sgl_prefix_attn import __version__
+
 ROOT = Path(__file__).resolve().parents[2]
 # Folder in the tree -> folder in the wheel.
 SOURCES = {
@@ -69,6 +71,12 @@ def test_wheel_imports_without_the_checkout(wheel, tmp_path):
         f"assert p.__file__.startswith({str(tmp_path)!r})\n"
     )
     run_python(code, cwd=tmp_path)
+
+
+def test_the_command_runs_as_a_module(tmp_path):
+    command = [sys.executable, "-m", "sgl_prefix_attn", "--version"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.stdout == f"{__version__}\n", result.stderr
 
 
 def test_a_bare_checkout_needs_only_pythonpath(tmp_path):

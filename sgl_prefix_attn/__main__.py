@@ -1,0 +1,7 @@
+"""`python -m sgl_prefix_attn`: the `sgl-prefix-attn` command where no script of it is on PATH."""
+
+import sys
+
+from sgl_prefix_attn.cli.main import main
+
+sys.exit(main())
