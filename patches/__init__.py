@@ -8,10 +8,17 @@ from __future__ import annotations
 
 import pkgutil
 
-from sgl_prefix_attn.patches import batch_requests, graph_capture, graph_gate, graph_key, remaps
+from sgl_prefix_attn.patches import (
+    batch_requests,
+    graph_capture,
+    graph_gate,
+    graph_key,
+    remaps,
+    server_arguments,
+)
 
-# Hooks that `--attention-backend prefix` cannot do without.
-PATCHES = [batch_requests, remaps, graph_capture, graph_key, graph_gate]
+# Hooks that `--attention-backend prefix` relies on.
+PATCHES = [server_arguments, batch_requests, remaps, graph_capture, graph_key, graph_gate]
 
 _registered = False
 

@@ -1,7 +1,8 @@
 """SGLang's entry point (group `sglang.srt.plugins`): registers backend name, backend and hooks.
 
 SGLang calls register() in every process, before it parses its arguments, and only logs what it
-raises. So problems are raised later, by the function that builds the backend.
+raises. So problems are raised later: by a hook on SGLang's check of its arguments, and again by the
+function that builds the backend.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def create(runner):
     from sgl_prefix_attn.ranks import cpu_group, raise_unless_alike
 
     settings = Settings.from_env()
-    raise_if_unsupported(runner)
+    raise_if_unsupported(runner.model_config)
     if runner.is_draft_worker:
         return create_stock(runner)
     raise_unless_alike(settings, cpu_group(runner))
@@ -108,17 +109,19 @@ def prefill_advice(server_args) -> str | None:
     )
 
 
-def raise_if_unsupported(runner) -> None:
+def raise_if_unsupported(model_config) -> None:
     """Raise ValueError for a model that the backend cannot serve at all."""
-    architectures = ", ".join(getattr(runner.model_config.hf_config, "architectures", None) or [])
-    supported = "supported are decoder-only models with multi-head or grouped-query attention"
-    if runner.use_mla_backend:
-        raise ValueError(
-            f"--attention-backend {BACKEND_NAME}: {architectures} uses multi-head latent attention "
-            f"(MLA); {supported}. Leave --attention-backend out to take SGLang's default."
-        )
-    if runner.model_config.is_encoder_decoder:
-        raise ValueError(
-            f"--attention-backend {BACKEND_NAME}: {architectures} is an encoder-decoder model; "
-            f"{supported}. Leave --attention-backend out to take SGLang's default."
-        )
+    from sglang.srt.configs.model_config import AttentionArch
+
+    if model_config.attention_arch == AttentionArch.MLA:
+        what = "uses multi-head latent attention (MLA)"
+    elif model_config.is_encoder_decoder:
+        what = "is an encoder-decoder model"
+    else:
+        return
+    architectures = ", ".join(getattr(model_config.hf_config, "architectures", None) or [])
+    raise ValueError(
+        f"--attention-backend {BACKEND_NAME}: {architectures} {what}; supported are decoder-only "
+        "models with multi-head or grouped-query attention. Leave --attention-backend out to take "
+        "SGLang's default."
+    )

@@ -1,20 +1,20 @@
 """What must not start, with a message that says what is supported."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.configs.model_config import AttentionArch
 
 from sgl_prefix_attn import patches, plugin
+from sgl_prefix_attn.patches import server_arguments
 from tests.sglang.engine import Config, plain
 
 
 def runner(**model):
-    config = {"is_encoder_decoder": False, **model}
-    use_mla = config.pop("use_mla_backend", False)
+    config = {"is_encoder_decoder": False, "attention_arch": AttentionArch.MHA, **model}
     hf_config = SimpleNamespace(architectures=["SomeModel"])
-    return SimpleNamespace(
-        use_mla_backend=use_mla, model_config=SimpleNamespace(hf_config=hf_config, **config)
-    )
+    return SimpleNamespace(model_config=SimpleNamespace(hf_config=hf_config, **config))
 
 
 @pytest.mark.engine
@@ -24,16 +24,34 @@ def runner(**model):
 )
 def test_a_bad_environment_value_stops_the_server(engines, name, value, allowed):
     config = Config(f"bad_{name}", plain("siblings"), env={f"SGL_PREFIX_ATTN_{name}": value})
-    assert f"SGL_PREFIX_ATTN_{name}='{value}': allowed is {allowed}" in engines.failing(config)
+    log = engines.failing(config)
+    assert f"SGL_PREFIX_ATTN_{name}='{value}': allowed is {allowed}" in log
+    assert "Load weight" not in log
 
 
 @pytest.mark.parametrize(
     ("model", "kind"),
-    [({"use_mla_backend": True}, "MLA"), ({"is_encoder_decoder": True}, "encoder-decoder")],
+    [
+        ({"attention_arch": AttentionArch.MLA}, "MLA"),
+        ({"is_encoder_decoder": True}, "encoder-decoder"),
+    ],
 )
 def test_unsupported_models_are_refused_by_name(model, kind):
     with pytest.raises(ValueError, match=f"SomeModel.*{kind}.*supported are decoder-only models"):
         plugin.create(runner(**model))
+
+
+@pytest.mark.parametrize("backends", [("prefix", "prefix"), ("fa3", "prefix"), ("fa3", "fa3")])
+def test_they_are_refused_with_the_arguments_when_the_backend_is_asked_for(backends):
+    model = runner(attention_arch=AttentionArch.MLA).model_config
+    checked = []
+    server_args = SimpleNamespace(
+        get_attention_backends=lambda: backends, get_model_config=lambda: model
+    )
+    asked = "prefix" in backends
+    with pytest.raises(ValueError, match="MLA") if asked else contextlib.nullcontext():
+        server_arguments.hook(checked.append, server_args)
+    assert checked == [server_args]
 
 
 def test_another_sglang_is_refused_and_gets_no_hooks(monkeypatch):
