@@ -38,7 +38,7 @@ class Hook:
 class Facts:
     """`versions` holds None for what is not installed; `arch` is the first GPU's (major, minor).
 
-    `unmet`: those of `versions` that the installed SGLang does not ask for, and what it does.
+    `unmet`: of `versions` those that the installed SGLang does not accept, with what it requires.
     `env` has the variables of SGLang and the plugin, and CC.
     `hub_kernels`: Hugging Face's package `kernels` is installed (SGLang's CUDA set needs it).
     `calibration`: what a server with 32/8 heads would find, and its source; "" without a GPU.
