@@ -47,7 +47,7 @@ def check_packages(facts: Facts) -> list[Check]:
     """
     checks = []
     for name, version in facts.versions.items():
-        if version is not None and facts.gpu and name in facts.unmet:
+        if facts.gpu and name in facts.unmet:
             detail = f"{version}, but SGLang requires {name}{facts.unmet[name]}"
             fix = f"pip install '{name}{facts.unmet[name]}'"
             checks.append(Check(name, WARN, detail, fix))

@@ -68,13 +68,14 @@ def gather() -> Facts:
     gpu, arch = _gpu()
     supported, plugin_error = _supported_sglang()
     calibration, calibration_source = _calibration() if gpu else ("", "")
+    versions = {name: _version(name) for name in PACKAGES}
     return Facts(
         python=sys.version_info[:2],
         cwd=Path.cwd(),
         package_dir=Path(sgl_prefix_attn.__file__).resolve().parent,
         env={k: v for k, v in os.environ.items() if k == "CC" or k.startswith(_PREFIXES)},
-        versions={name: _version(name) for name in PACKAGES},
-        unmet=_unmet(),
+        versions=versions,
+        unmet=_unmet(versions),
         supported_sglang=supported,
         plugin_error=plugin_error,
         plugins=_entry_points(GENERAL_GROUP),
@@ -96,9 +97,9 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _unmet() -> dict[str, str]:
-    """SGLang's requirements of PACKAGES that what is installed does not meet."""
-    if _version("sglang") is None:
+def _unmet(versions: dict[str, str | None]) -> dict[str, str]:
+    """SGLang's requirements of packages in `versions` that these do not meet."""
+    if versions["sglang"] is None:
         return {}
     from packaging.requirements import Requirement  # SGLang requires it
     from packaging.utils import canonicalize_name
@@ -106,7 +107,7 @@ def _unmet() -> dict[str, str]:
     unmet = {}
     for requirement in map(Requirement, metadata.requires("sglang") or ()):
         name = canonicalize_name(requirement.name)
-        version = _version(name) if name in PACKAGES else None
+        version = versions.get(name)
         needed = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         if version and needed and not requirement.specifier.contains(version, prereleases=True):
             unmet[name] = str(requirement.specifier)
