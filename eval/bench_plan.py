@@ -26,14 +26,15 @@ import torch
 from eval import provenance
 from eval.arguments import several
 from eval.bench_kernel.trees import Tree
-from sgl_prefix_attn.cli.arguments import count
-from sgl_prefix_attn.envs import Settings
+from sgl_prefix_attn.cli.argument_types import count
 from sgl_prefix_attn.metrics.counters import StepCounters
+from sgl_prefix_attn.paths.radix import read_paths
 from sgl_prefix_attn.plan import CostModel, Planner
+from sgl_prefix_attn.plan.tile_defaults import default_tile_set
+from sgl_prefix_attn.predict.startup import default_costs
 from sgl_prefix_attn.records import HeadConfig
-from sgl_prefix_attn.stepstate import StepPreparer
-from sgl_prefix_attn.tree import read_paths
-from sgl_prefix_attn.tuning import default_costs, default_tile_set
+from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.step.preparer import StepPreparer
 
 # (batch, levels) -> milliseconds: scratch, join and leave, steady.
 TARGETS_MS = {(256, 4): {"scratch": 3.0, "join": 1.0, "leave": 1.0, "steady": 0.05}}

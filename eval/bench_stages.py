@@ -17,14 +17,15 @@ from eval import provenance
 from eval.bench_kernel.case import DTYPES, Case, build_case, parse_device
 from eval.bench_kernel.floor import floor_us, rates_of
 from eval.bench_kernel.trees import parse_trees
-from sgl_prefix_attn.calibration.timing import LayerTimer
-from sgl_prefix_attn.checks import lengths, path_table
+from sgl_prefix_attn.api.argument_checks import lengths, path_table
+from sgl_prefix_attn.calibrate.timing import LayerTimer
 from sgl_prefix_attn.cli.model_heads import parse_heads
-from sgl_prefix_attn.executor import Capacity, PlanExecutor
+from sgl_prefix_attn.execute.executor import Capacity, PlanExecutor
 from sgl_prefix_attn.kernels import layout as L
 from sgl_prefix_attn.plan import Planner, TileSet
+from sgl_prefix_attn.plan.tile_defaults import default_tile_set
+from sgl_prefix_attn.predict.startup import default_costs
 from sgl_prefix_attn.records import HeadConfig, Plan
-from sgl_prefix_attn.tuning import default_costs, default_tile_set
 
 STAGES = ("all", "forward", "tails", "shared", "empty")
 

@@ -162,7 +162,6 @@ def environment(
 def make_site(site: Path, plugin: str | None) -> Path:
     """A folder for the engine's path: eval, and the entry point of the evaluation's plugin."""
     site.mkdir()
-    # A link to eval alone: the checkout itself on the path would hide other packages.
     (site / "eval").symlink_to(ROOT / "eval", target_is_directory=True)
     if plugin is None:
         return site

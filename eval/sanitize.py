@@ -19,12 +19,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from sgl_prefix_attn import reference
-from sgl_prefix_attn.executor import Capacity, PlanExecutor
+from sgl_prefix_attn.execute import reference
+from sgl_prefix_attn.execute.executor import Capacity, PlanExecutor
 from sgl_prefix_attn.kernels import layout
 from sgl_prefix_attn.plan import Planner
+from sgl_prefix_attn.plan.tile_defaults import default_tile_set
+from sgl_prefix_attn.predict.startup import default_costs
 from sgl_prefix_attn.records import HeadConfig, PathTable
-from sgl_prefix_attn.tuning import default_costs, default_tile_set
 
 TOOLS = ("memcheck", "racecheck")
 _CUDA_BIN = "/usr/local/cuda/bin"

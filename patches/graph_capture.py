@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from sgl_prefix_attn.patches.batch_requests import find_backend
+from sgl_prefix_attn.engine.runner_backend import find_backend
 
 TARGET = (
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner."
     "DecodeCudaGraphRunner.capture_one_shape"
 )
 WHY = "a stock step must cost what it costs without the plugin, so both variants need a graph"
-SGLANG = ("0.5.17",)
 
 
 def hook(original, runner, size, forward, stream_idx=None, variant_label=None):

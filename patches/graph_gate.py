@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from sgl_prefix_attn.patches.batch_requests import find_backend
+from sgl_prefix_attn.engine.runner_backend import find_backend
 
 TARGET = (
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph"
 )
 WHY = "a cross-checked step (SGL_PREFIX_ATTN_CHECK) runs both backends; a graph holds one"
-SGLANG = ("0.5.17",)
 
 
 def hook(original, runner, forward_batch):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from sgl_prefix_attn.engine.graph_variants import prefix_label
 from sgl_prefix_attn.patches.graph_capture import find_graph_backend
-from sgl_prefix_attn.variants import prefix_label
 
 TARGET = (
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner."
     "DecodeCudaGraphRunner._make_graph_key"
 )
 WHY = "SGLang's key of a decode graph has no place for the kernels that attention runs"
-SGLANG = ("0.5.17",)
 
 
 def hook(original, runner, size, stream_idx=None, variant_label=None):

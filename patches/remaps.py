@@ -8,7 +8,6 @@ from __future__ import annotations
 
 TARGET = "sglang.srt.mem_cache.radix_cache.RadixCache.cache_unfinished_req"
 WHY = "a plan is out of date when SGLang maps a running request to another one's slots"
-SGLANG = ("0.5.17",)
 
 
 def hook(tree_cache, *args, **kwargs):

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from sgl_prefix_attn import plugin
-from sgl_prefix_attn.envs import Settings
+from sgl_prefix_attn.engine.model_support import raise_if_unsupported
+from sgl_prefix_attn.settings import BACKEND_NAME, Settings
 
 TARGET = "sglang.srt.server_args.ServerArgs.check_server_args"
 WHY = "SGLang builds its backend last: a bad variable would stop the server minutes after its start"
-SGLANG = ("0.5.17",)
 
 
 def hook(original, server_args):
     """Around check_server_args, which the first process calls before it starts the others."""
     original(server_args)
-    if plugin.BACKEND_NAME in server_args.get_attention_backends():
+    if BACKEND_NAME in server_args.get_attention_backends():
         Settings.from_env()  # raises ValueError
-        plugin.raise_if_unsupported(server_args.get_model_config())
+        raise_if_unsupported(server_args.get_model_config())
 
 
 def register() -> None:

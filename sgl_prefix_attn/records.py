@@ -12,6 +12,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+# The two kinds of kernels that a decode step runs: ours over a plan, or "stock" ones: those of the
+# SGLang backend that ours composes (FlashInfer on a GPU, torch_native on a CPU).
+PREFIX, STOCK = "prefix", "stock"
+
+
+class PlanTooLarge(RuntimeError):
+    """The plan needs more workspace than the executor was made with."""
+
 
 @dataclass(frozen=True)
 class HeadConfig:
@@ -192,7 +200,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Decision:
-    """Which kernels run this decode step ('prefix' or 'stock') and why.
+    """Which kernels run this decode step (PREFIX or STOCK) and why.
 
     predicted  what the choice rests on, None where it rests on nothing measured
     strategy   what a prefix step's plan is made with; None for a stock step

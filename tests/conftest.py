@@ -7,8 +7,9 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-# At the end: in front, the checkout's kernels/ would hide the package of that name.
 sys.path.append(str(ROOT))
+# Problems here are small: more threads only wait for each other where cores are shared.
+torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items):

@@ -28,7 +28,7 @@ from eval.engine_process import (
     uses_prefix,
 )
 from eval.model_shapes import SHAPES, write_config
-from sgl_prefix_attn.cli.arguments import count
+from sgl_prefix_attn.cli.argument_types import count
 
 # KV pool over what the largest workload needs: room for outputs of earlier generations.
 _POOL_MARGIN = 1.4

@@ -66,8 +66,8 @@ def register() -> None:
     target = os.environ.get(ENV)
     if not target:
         return
-    from sgl_prefix_attn.stepstate import StepPreparer
-    from sgl_prefix_attn.variants import GraphVariants
+    from sgl_prefix_attn.engine.graph_variants import GraphVariants
+    from sgl_prefix_attn.step.preparer import StepPreparer
 
     times = HostTimes(Path(target))
     start_preparer, prepare = StepPreparer.__init__, StepPreparer.prepare
@@ -75,7 +75,7 @@ def register() -> None:
 
     def watching_the_backend(self, *args, **kwargs):
         # Not when SGLang loads its plugins: the backend imports much of SGLang.
-        from sgl_prefix_attn.backend import PrefixAttnBackend
+        from sgl_prefix_attn.engine.backend import PrefixAttnBackend
 
         StepPreparer.__init__ = start_preparer
         PrefixAttnBackend.observe = _timed(PrefixAttnBackend.observe, times)

@@ -18,7 +18,7 @@ from eval.bench_kernel.floor import rates_of
 from eval.bench_kernel.providers import NAMES, STRATEGIES, make_providers
 from eval.bench_kernel.runner import DeviceLost, Setting, compare
 from eval.bench_kernel.trees import parse_trees
-from sgl_prefix_attn.cli.arguments import count
+from sgl_prefix_attn.cli.argument_types import count
 from sgl_prefix_attn.cli.model_heads import parse_heads
 from sgl_prefix_attn.records import HeadConfig
 

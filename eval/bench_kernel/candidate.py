@@ -7,7 +7,7 @@ import torch
 from eval.bench_kernel.case import Case
 from eval.bench_kernel.oracle import Oracle
 from eval.bench_kernel.providers.base import Provider
-from sgl_prefix_attn.calibration.timing import LayerTimer, plan_us
+from sgl_prefix_attn.calibrate.timing import LayerTimer, plan_us
 
 
 class Candidate:

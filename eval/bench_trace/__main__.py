@@ -26,7 +26,7 @@ from eval.engine_process import (
     names_prefix,
 )
 from eval.model_shapes import SHAPES, write_config
-from sgl_prefix_attn.cli.arguments import count
+from sgl_prefix_attn.cli.argument_types import count
 
 # Captured decode batches up to --max-running, which is captured too.
 _BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 96, 128, 160, 192, 224, 256)

@@ -181,7 +181,7 @@ def compact(rows: torch.Tensor, seq_lens: torch.Tensor) -> tuple[torch.Tensor, t
 
 def _prefix_step(runner):
     """The step that a `prefix` backend has just run, None with any other backend."""
-    from sgl_prefix_attn.patches.batch_requests import find_backend
+    from sgl_prefix_attn.engine.runner_backend import find_backend
 
     backend = find_backend(runner)
     return None if backend is None else backend._active

@@ -11,7 +11,7 @@ from eval.compare_outputs import faults, scenarios
 from eval.engine_process import uses_prefix
 from eval.model_shapes import SHAPES
 from eval.tiny_model import write_tiny_llama
-from sgl_prefix_attn.cli.arguments import count
+from sgl_prefix_attn.cli.argument_types import count
 
 SEED = 1234
 MAX_RUNNING_REQUESTS = 96

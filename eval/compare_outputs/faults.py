@@ -67,7 +67,7 @@ def _swap_tails(planted: Callable[[], None]) -> None:
 
 def _skip_append(planted: Callable[[], None]) -> None:
     """The slot of the newest token is not written: its index keeps what stood there."""
-    from sgl_prefix_attn.executor import PlanExecutor
+    from sgl_prefix_attn.execute.executor import PlanExecutor
 
     append = PlanExecutor.append
 

@@ -59,11 +59,9 @@ class Server:
         if not self._gpu:
             env["SGL_PREFIX_ATTN_CPU_PLATFORM"] = "1"
         with self.log.open("wb") as log:
-            # Its own directory: the checkout's kernels/ would hide the package of that name that
-            # SGLang imports. Its own session: one signal then reaches all of its processes.
+            # In a session of its own: one signal then reaches all of its processes.
             self._process = subprocess.Popen(
                 command,
-                cwd=self._workdir,
                 env=env,
                 stdout=log,
                 stderr=subprocess.STDOUT,

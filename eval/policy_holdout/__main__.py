@@ -23,7 +23,7 @@ from eval.policy_holdout.holdout import (
     gpu_meter,
     summarise,
 )
-from sgl_prefix_attn.cli.arguments import count
+from sgl_prefix_attn.cli.argument_types import count
 
 DEFAULTS = {
     "seeds": [101, 102, 103, 104, 105],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sgl_prefix_attn.calibration.batches import LONGEST, MAX_BATCH, SHORTEST
+from sgl_prefix_attn.calibrate.batches import LONGEST, MAX_BATCH, SHORTEST
 
 # Field of a row -> edges: a part is from an edge up to below the next, the last one included.
 PARTS = {

@@ -12,14 +12,14 @@ from eval.policy_holdout import judge, source
 from eval.policy_holdout.coverage import coverage
 from eval.policy_holdout.looks import look
 from eval.policy_holdout.rows import Measured, measure, row
-from sgl_prefix_attn.calibration.batches import MAX_BATCH, Batch, draw
-from sgl_prefix_attn.calibration.predict import Predictor
-from sgl_prefix_attn.calibration.record import CalibrationKey
-from sgl_prefix_attn.cli.calibrate import meter_factory, progress_bar
+from sgl_prefix_attn.calibrate.batches import MAX_BATCH, Batch, draw
+from sgl_prefix_attn.cli.calibrate_command import meter_factory, progress_bar
 from sgl_prefix_attn.cli.model_heads import parse_heads
 from sgl_prefix_attn.plan import Planner
+from sgl_prefix_attn.plan.tile_defaults import gpu_tile_set
+from sgl_prefix_attn.predict.predictor import Predictor
+from sgl_prefix_attn.predict.record import CalibrationKey
 from sgl_prefix_attn.records import HeadConfig
-from sgl_prefix_attn.tuning import gpu_tile_set
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 

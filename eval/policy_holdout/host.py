@@ -10,10 +10,10 @@ import numpy as np
 
 from eval import bench_plan
 from eval.policy_holdout.looks import facts_without_plan
-from sgl_prefix_attn.calibration.predict import Predictor
+from sgl_prefix_attn.paths.radix import read_paths
 from sgl_prefix_attn.plan import Planner
-from sgl_prefix_attn.policy import decide
-from sgl_prefix_attn.tree import read_paths
+from sgl_prefix_attn.predict.predictor import Predictor
+from sgl_prefix_attn.step.policy import decide
 
 BATCH, _LEVELS = 256, 4
 _CALLS, _STEPS = 1001, 51

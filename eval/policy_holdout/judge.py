@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from eval.bench_kernel.summary import geometric_mean
-from sgl_prefix_attn.calibration.fit import log_rms
+from sgl_prefix_attn.calibrate.fit import log_rms
 
 WORST_REGRET = 1.10
 ABOVE = (1.02, 1.05, WORST_REGRET)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from eval import provenance
 from eval.policy_holdout.judge import figures, is_slower, is_unshared_slower
-from sgl_prefix_attn.calibration.codec import encode
-from sgl_prefix_attn.calibration.record import Calibration
+from sgl_prefix_attn.predict.codec import encode
+from sgl_prefix_attn.predict.record import Calibration
 
 
 def add(past: list[dict], meta: dict, rows: list[dict], note: str | None) -> list[dict]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from sgl_prefix_attn.calibration.predict import Predictor, outlook
 from sgl_prefix_attn.plan import Planner
-from sgl_prefix_attn.policy import STOCK, BatchFacts, decide
-from sgl_prefix_attn.records import Decision, PathTable, Prediction
+from sgl_prefix_attn.predict.predictor import Predictor, outlook
+from sgl_prefix_attn.records import STOCK, Decision, PathTable, Prediction
+from sgl_prefix_attn.step.policy import BatchFacts, decide
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def facts_without_plan(predictor: Predictor, paths: PathTable) -> BatchFacts:
 
 
 def look(predictor: Predictor, planner: Planner, paths: PathTable) -> Look:
-    """As stepstate.StepPreparer decides its first step (tests/cpu/test_policy_holdout.py)."""
+    """As stepstate.StepPreparer decides its first step (tests/eval/test_policy_holdout.py)."""
     facts = facts_without_plan(predictor, paths)
     decision = decide(facts)
     planned = decision.variant != STOCK

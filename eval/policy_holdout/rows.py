@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from eval.policy_holdout.looks import Look
-from sgl_prefix_attn.calibration.batches import Batch
+from sgl_prefix_attn.calibrate.batches import Batch
 
 
 @dataclass(frozen=True)

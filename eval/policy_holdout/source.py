@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from sgl_prefix_attn.calibration import store
-from sgl_prefix_attn.calibration.record import Calibration, CalibrationKey
+from sgl_prefix_attn.predict import store
+from sgl_prefix_attn.predict.record import Calibration, CalibrationKey
 
 # Calibrations draw their batches from these (the command's default is 0, shipped ones included).
 CALIBRATION_SEEDS = range(0, 101)

@@ -80,9 +80,9 @@ def report(tile: TileConfig, target: Target) -> Report:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from sgl_prefix_attn.execute.launch import compiler_options, forward_constants
     from sgl_prefix_attn.kernels.triton.shared import shared_kernel
     from sgl_prefix_attn.kernels.triton.tails import tails_kernel
-    from sgl_prefix_attn.launch import compiler_options, forward_constants
 
     kernel = tails_kernel if tile.requests else shared_kernel
     heads = target.heads

@@ -9,7 +9,7 @@ from unittest.mock import patch
 from eval.tune.compiling import Target, compile_all
 from eval.tune.constraints import Verdict, before_compiling, judge
 from eval.tune.gpus import GpuLimits
-from sgl_prefix_attn import tuning
+from sgl_prefix_attn.plan import tile_defaults
 from sgl_prefix_attn.plan.tiles import TileConfig
 from sgl_prefix_attn.records import HeadConfig
 
@@ -71,7 +71,7 @@ def default_tiles(gpu: GpuLimits, heads: HeadConfig) -> tuple[TileConfig, ...]:
     """Tiles that the tuning table picks; the GPU that it asks for its size need not be there."""
     properties = SimpleNamespace(multi_processor_count=gpu.num_sms)
     with patch("torch.cuda.get_device_properties", lambda device: properties):
-        return tuning.default_tile_set("cuda", heads).tiles
+        return tile_defaults.default_tile_set("cuda", heads).tiles
 
 
 def kernel_name(tile: TileConfig) -> str:

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sgl_prefix_attn.cli.checks import FAIL, OK, WARN, Check, run_checks
-from sgl_prefix_attn.cli.facts import gather
+from sgl_prefix_attn.cli.doctor_checks import FAIL, OK, WARN, Check, run_checks
+from sgl_prefix_attn.cli.doctor_facts import gather
 
 _STYLE = {OK: "green", WARN: "yellow", FAIL: "bold red"}
 

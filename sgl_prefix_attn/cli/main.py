@@ -3,7 +3,7 @@
 import argparse
 
 from sgl_prefix_attn import __version__
-from sgl_prefix_attn.cli import calibrate, doctor
+from sgl_prefix_attn.cli import calibrate_command, doctor
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -11,7 +11,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     doctor.add_parser(commands)
-    calibrate.add_parser(commands)
+    calibrate_command.add_parser(commands)
     return parser
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 
 from sgl_prefix_attn.metrics.counters import KV_KINDS, KvSize, KvTokens
-from sgl_prefix_attn.policy import PREFIX, STOCK
-from sgl_prefix_attn.records import Decision, PlanStats
+from sgl_prefix_attn.records import PREFIX, STOCK, Decision, PlanStats
 
 
 class _Metrics:

@@ -1,19 +1,39 @@
-"""The import arrows between the parts: read from the source, lazy imports included."""
+"""The import arrows between the rooms: read from the source, lazy imports included."""
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "sgl_prefix_attn"
-FOLDERS = {PACKAGE: ROOT / PACKAGE, f"{PACKAGE}.kernels": ROOT / "kernels"}
-FOLDERS[f"{PACKAGE}.patches"] = ROOT / "patches"
 
-# modelinfo is the backend's reading of the model; cpu_* exist only for SGLang's platform layer.
-SGLANG_IMPORTERS = {"backend", "modelinfo", "plugin", "metrics", "cpu_platform", "cpu_allocator"}
-ENGINE_SIDE = SGLANG_IMPORTERS | {"patches", "tree"}
-LAYOUT_IMPORTERS = {"plan", "reference", "executor", "launch"}
+# Room -> the rooms that it may import, in the order of the floors: a room only imports rooms above
+# it in this table.
+ROOMS = {
+    "records": set(),
+    "settings": set(),
+    "jit": set(),
+    "kernels": set(),
+    "cpu": {"settings"},
+    "paths": {"records"},
+    "plan": {"jit", "kernels", "records"},
+    "predict": {"jit", "plan", "records"},
+    "metrics": {"records"},
+    "execute": {"kernels", "plan", "records"},
+    "step": {"metrics", "paths", "predict", "records", "settings"},
+    "calibrate": {"execute", "plan", "predict", "records", "step"},
+    "api": {"execute", "paths", "plan", "predict", "records"},
+    "engine": {"execute", "metrics", "plan", "predict", "records", "settings", "step"},
+    "patches": {"engine", "settings"},
+    "plugin": {"cpu", "engine", "patches", "settings"},
+    "cli": {"calibrate", "plugin", "patches", "predict", "records", "settings"},
+}
+SGLANG_IMPORTERS = {"cpu", "engine", "metrics", "patches", "plugin"}
+# Of the kernels' words alone.
+LAYOUT = f"{PACKAGE}.kernels.layout"
+LAUNCHER = f"{PACKAGE}.execute.launch"
 
 
 def module_names(path: Path, module: str) -> set[str]:
@@ -31,44 +51,44 @@ def module_names(path: Path, module: str) -> set[str]:
     return names
 
 
-def all_imports() -> dict[str, set[str]]:
-    """Module -> what it imports, over the package, kernels/ and patches/."""
-    imports = {}
-    for package, folder in FOLDERS.items():
-        for path in folder.rglob("*.py"):
-            parts = path.relative_to(folder).with_suffix("").parts
-            module = ".".join((package, *parts)).removesuffix(".__init__")
-            imports[module] = module_names(path, module)
-    return imports
+def source_files() -> dict[str, Path]:
+    """Module -> its file, over the package and the folders that it links to."""
+    folders = [ROOT / PACKAGE, *(ROOT / PACKAGE / link for link in ("kernels", "patches"))]
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for folder in folders
+        for path in folder.rglob("*.py")
+    }
 
 
-IMPORTS = all_imports()
+FILES = source_files()
+IMPORTS = {module: module_names(path, module) for module, path in FILES.items()}
 
 
-def part(module: str) -> str:
-    """The part of the package a module belongs to: plan, kernels, patches, backend, ..."""
+def room(module: str) -> str:
+    """The room a module belongs to: plan, kernels, records, ...; "" for the package itself."""
     return module.removeprefix(PACKAGE).lstrip(".").split(".")[0]
 
 
+def rooms_imported_by(name: str) -> set[str]:
+    found = set()
+    for module, names in IMPORTS.items():
+        if room(module) == name:
+            found |= {room(n) for n in names if n.startswith(PACKAGE + ".")}
+    return (found - {name}) & set(ROOMS)
+
+
 def importers(target: str) -> set[str]:
-    """Parts with a module that imports `target` or something in it."""
+    """Modules that import `target` or something in it."""
     return {
-        part(module)
+        module
         for module, names in IMPORTS.items()
         if any(name == target or name.startswith(target + ".") for name in names)
     }
 
 
-def parts_imported_by(name: str) -> set[str]:
-    found = set()
-    for module, names in IMPORTS.items():
-        if part(module) == name:
-            found |= {part(n) for n in names if n.startswith(PACKAGE + ".")}
-    return found - {name}
-
-
-def test_the_source_was_found():
-    assert {"records", "plan", "policy", "backend", "kernels", "patches"} <= set(map(part, IMPORTS))
+def test_every_room_of_the_source_is_in_the_table():
+    assert {room(module) for module in IMPORTS} - {"", "__main__"} == set(ROOMS)
 
 
 def test_relative_imports_are_resolved(tmp_path):
@@ -77,35 +97,36 @@ def test_relative_imports_are_resolved(tmp_path):
     assert module_names(path, "p.q.a") == {"p.q", "p.q.b", "p.c", "p.c.d", "e.f"}
 
 
+@pytest.mark.parametrize("name", ROOMS)
+def test_a_room_imports_what_the_table_says(name):
+    assert rooms_imported_by(name) == ROOMS[name]
+
+
+def test_arrows_point_one_way():
+    above: set[str] = set()
+    for name, imported in ROOMS.items():
+        assert imported <= above, name
+        above.add(name)
+
+
 def test_only_the_engine_side_imports_sglang():
-    assert importers("sglang") - {"patches"} <= SGLANG_IMPORTERS
+    assert set(map(room, importers("sglang"))) <= SGLANG_IMPORTERS
 
 
-def test_the_tree_is_read_by_attribute():
-    assert "tree" not in importers("sglang")
-
-
-def test_launch_is_the_only_importer_of_the_kernels():
-    assert importers(f"{PACKAGE}.kernels") - {"kernels"} <= LAYOUT_IMPORTERS
-    for module, names in IMPORTS.items():
-        if part(module) in LAYOUT_IMPORTERS - {"launch"}:
-            used = {n for n in names if n.startswith(f"{PACKAGE}.kernels.")}
-            layout = f"{PACKAGE}.kernels.layout"
-            assert all(n == layout or n.startswith(layout + ".") for n in used), module
+def test_one_module_launches_the_kernels_and_the_others_read_their_words():
+    for module in importers(f"{PACKAGE}.kernels"):
+        used = {n for n in IMPORTS[module] if n.startswith(f"{PACKAGE}.kernels.")}
+        if room(module) != "kernels" and module != LAUNCHER:
+            assert all(n == LAYOUT or n.startswith(LAYOUT + ".") for n in used), module
 
 
 def test_kernels_stand_alone():
     for module, names in IMPORTS.items():
-        if part(module) == "kernels":
+        if room(module) == "kernels":
             outside = {n for n in names if n.split(".")[0] in ("sglang", PACKAGE)}
             assert all(n.startswith(f"{PACKAGE}.kernels") for n in outside), (module, outside)
 
 
-@pytest.mark.parametrize("lower", ["records", "plan", "policy", "reference", "executor", "launch"])
-def test_nothing_below_the_backend_imports_the_engine_side(lower):
-    assert not parts_imported_by(lower) & ENGINE_SIDE
-
-
-def test_records_plan_policy_point_one_way():
-    assert not parts_imported_by("records") & {"plan", "policy"}
-    assert "policy" not in parts_imported_by("plan")
+def test_no_file_is_named_like_another():
+    stems = Counter(path.stem for path in FILES.values() if not path.stem.startswith("__"))
+    assert [stem for stem, count in stems.items() if count > 1] == []

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_prefix_attn.block_table import shared_paths, token_slots
+from sgl_prefix_attn.paths.block_table import shared_paths, token_slots
 from sgl_prefix_attn.plan.forest import build_forest
-from tests.cpu.forests import chain
+from tests.support.forests import chain
 
 
 @st.composite

@@ -9,12 +9,14 @@ import sys
 import pytest
 import torch
 
-from sgl_prefix_attn.calibration import rates, samples, store
-from sgl_prefix_attn.calibration.record import CalibrationKey
-from sgl_prefix_attn.cli import calibrate, main
+from sgl_prefix_attn.calibrate import rates, samples
+from sgl_prefix_attn.cli import calibrate_command as command
+from sgl_prefix_attn.cli import main
 from sgl_prefix_attn.cli.model_heads import heads_of_model, heads_on_rank
+from sgl_prefix_attn.predict import store
+from sgl_prefix_attn.predict.record import CalibrationKey
 from sgl_prefix_attn.records import HeadConfig
-from tests.cpu.calibrations import KEY, NUM_SMS, FakeMeter
+from tests.support.calibrations import KEY, NUM_SMS, FakeMeter
 
 LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
 
@@ -71,21 +73,21 @@ def test_heads_that_cannot_be_divided(heads, tp):
 def test_pool_of_a_large_a_small_and_a_full_gpu():
     key = CalibrationKey("X", HeadConfig(32, 8, 128), "bfloat16", 1)
     two_pools = 2 * 4096  # bytes a token
-    assert calibrate.pool_tokens(80 << 30, key) == calibrate.POOL_TOKENS
+    assert command.pool_tokens(80 << 30, key) == command.POOL_TOKENS
     free = int(333_000 * two_pools / 0.4)
-    assert calibrate.pool_tokens(free, key) == 300_000
-    assert calibrate.pool_tokens(free + (100 << 20), key) == 300_000, "the same the next time"
-    with pytest.raises(calibrate.Unusable, match="1.0 GiB of GPU memory are free, .* needs 2.5"):
-        calibrate.pool_tokens(1 << 30, key)
+    assert command.pool_tokens(free, key) == 300_000
+    assert command.pool_tokens(free + (100 << 20), key) == 300_000, "the same the next time"
+    with pytest.raises(command.Unusable, match="1.0 GiB of GPU memory are free, .* needs 2.5"):
+        command.pool_tokens(1 << 30, key)
     least = rates.min_pool(1)
-    assert calibrate.pool_tokens(int(least * two_pools / 0.4) + 1, key) == least
+    assert command.pool_tokens(int(least * two_pools / 0.4) + 1, key) == least
 
 
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(calibrate, "find_gpu", lambda: calibrate.Gpu(KEY.gpu, NUM_SMS, 16 << 30))
-    monkeypatch.setattr(calibrate, "meter_factory", lambda key, most_tokens: FakeMeter)
+    monkeypatch.setattr(command, "find_gpu", lambda: command.Gpu(KEY.gpu, NUM_SMS, 16 << 30))
+    monkeypatch.setattr(command, "meter_factory", lambda key, most_tokens: FakeMeter)
     monkeypatch.setattr(FakeMeter, "measured", 0)
     monkeypatch.setattr(FakeMeter, "broken_at", None)
     return tmp_path
@@ -191,7 +193,7 @@ def test_a_full_disk_is_refused_before_measuring(gpu, capsys, monkeypatch):
     class Full(io.BytesIO):
         write = no_room
 
-    monkeypatch.setattr(calibrate.tempfile, "TemporaryFile", lambda dir: Full())
+    monkeypatch.setattr(command.tempfile, "TemporaryFile", lambda dir: Full())
     out = gpu / "here" / "x.json"
     assert f"cannot write {out}: [Errno 28]" in refused(capsys, "--out", out)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_prefix_attn.calibration.batches import (
+from sgl_prefix_attn.calibrate.batches import (
     LENGTHS,
     MAX_BATCH,
     SHARING,
@@ -15,21 +15,21 @@ from sgl_prefix_attn.calibration.batches import (
     draw,
     prefix_lens,
 )
-from sgl_prefix_attn.calibration.stockwork import (
-    CTAS,
-    KV_TILE,
-    PIECE_TOKENS,
-    SHORTEST_PIECE,
-    stock_work,
-)
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.packs import make_packs
 from sgl_prefix_attn.plan.profit import choose_merges
 from sgl_prefix_attn.plan.splits import split_jobs
 from sgl_prefix_attn.plan.tiles import tile_packs
 from sgl_prefix_attn.plan.work import ITEM_TOKENS, SHARED_CTAS, SHARED_TOKEN, TAIL_CTAS
+from sgl_prefix_attn.predict.stock_work import (
+    CTAS,
+    KV_TILE,
+    PIECE_TOKENS,
+    SHORTEST_PIECE,
+    stock_work,
+)
 from sgl_prefix_attn.records import HeadConfig
-from tests.cpu.forests import chain, owners, path_tables, planner
+from tests.support.forests import chain, owners, path_tables, planner
 
 POOL = 200_000
 COUNT = 200

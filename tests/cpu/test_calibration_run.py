@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from sgl_prefix_attn.calibration import fit, measure, report, run, samples
-from sgl_prefix_attn.calibration.batches import Batch, path_table
-from sgl_prefix_attn.calibration.codec import CalibrationError
-from sgl_prefix_attn.calibration.measure import BatchMeter
-from sgl_prefix_attn.calibration.rates import (
+from sgl_prefix_attn.calibrate import fit, measure, procedure, report, samples
+from sgl_prefix_attn.calibrate.batches import Batch, path_table
+from sgl_prefix_attn.calibrate.measure import BatchMeter
+from sgl_prefix_attn.calibrate.rates import (
     MAX_QUERIES,
     check_plausible,
     full_waves,
@@ -21,14 +20,15 @@ from sgl_prefix_attn.calibration.rates import (
     nested,
     unshared,
 )
-from sgl_prefix_attn.calibration.record import Origin
-from sgl_prefix_attn.execution import padding_plan
-from sgl_prefix_attn.executor import Capacity
+from sgl_prefix_attn.engine.build import padding_plan
+from sgl_prefix_attn.execute.executor import Capacity
 from sgl_prefix_attn.plan import CostModel, Planner
 from sgl_prefix_attn.plan.costs import GPU_RATES
+from sgl_prefix_attn.plan.tile_defaults import default_tile_set, gpu_tile_set
+from sgl_prefix_attn.predict.codec import CalibrationError
+from sgl_prefix_attn.predict.record import Origin
 from sgl_prefix_attn.records import HeadConfig
-from sgl_prefix_attn.tuning import default_tile_set, gpu_tile_set
-from tests.cpu.calibrations import HEADS, KEY, NUM_SMS, PREFIX, STOCK, TASK, FakeMeter
+from tests.support.calibrations import HEADS, KEY, NUM_SMS, PREFIX, STOCK, TASK, FakeMeter
 
 LARGE = replace(TASK, count=240)
 
@@ -45,7 +45,7 @@ def exact(tmp_path_factory):
     path = tmp_path_factory.mktemp("samples") / "exact.jsonl"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(samples, "today", lambda: "2026-02-28")
-        run.measure(LARGE, path, FakeMeter, say=list)
+        procedure.measure(LARGE, path, FakeMeter, say=list)
     return path
 
 
@@ -161,32 +161,32 @@ def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(samples, "today", lambda: "2026-02-28")
     monkeypatch.setattr(FakeMeter, "broken_at", 25)
     with pytest.raises(RuntimeError, match="differ"):
-        run.measure(TASK, path, FakeMeter, say=list)
+        procedure.measure(TASK, path, FakeMeter, say=list)
     assert len(samples.read(path).rows) == 25
     with path.open("ab") as file:  # a crash in the middle of a line
         file.write(b"[25,3,77")
     monkeypatch.setattr(FakeMeter, "broken_at", None)
     monkeypatch.setattr(samples, "today", lambda: "2026-03-01")
     said = []
-    run.measure(TASK, path, FakeMeter, say=said.append, progress=done.append)
+    procedure.measure(TASK, path, FakeMeter, say=said.append, progress=done.append)
     assert samples.read(path).date == "2026-02-28", "measuring began then"
     monkeypatch.setattr(samples, "today", lambda: "2026-02-28")
     assert FakeMeter.measured == TASK.count
     assert done == list(range(1, TASK.count + 1))
     assert "25 of 60 batches are in" in said[0]
     whole = tmp_path / "whole.jsonl"
-    run.measure(TASK, whole, FakeMeter, say=list)
+    procedure.measure(TASK, whole, FakeMeter, say=list)
     assert path.read_bytes() == whole.read_bytes()
 
 
 def test_a_finished_run_measures_nothing_again(exact):
-    run.measure(LARGE, exact, lambda *args: pytest.fail("no meter is needed"), say=list)
+    procedure.measure(LARGE, exact, lambda *args: pytest.fail("no meter is needed"), say=list)
 
 
 def test_fresh_forgets(tmp_path):
     path = tmp_path / "s.jsonl"
     for _ in range(2):
-        run.measure(TASK, path, FakeMeter, fresh=True, say=list)
+        procedure.measure(TASK, path, FakeMeter, fresh=True, say=list)
     assert FakeMeter.measured == 2 * TASK.count
 
 
@@ -204,10 +204,10 @@ def test_fresh_forgets(tmp_path):
 )
 def test_another_header_starts_afresh(change, tmp_path):
     path, said = tmp_path / "s.jsonl", []
-    run.measure(TASK, path, FakeMeter, say=list)
+    procedure.measure(TASK, path, FakeMeter, say=list)
     FakeMeter.measured = 0
     other = replace(TASK, **change)
-    run.measure(other, path, FakeMeter, say=said.append)
+    procedure.measure(other, path, FakeMeter, say=said.append)
     assert FakeMeter.measured == other.count and samples.read(path).task == other
     assert said[0].startswith(f"starting afresh: {path} holds samples of")
 
@@ -224,7 +224,7 @@ def test_samples_are_dated_in_utc(tmp_path):
 def test_no_samples_file_starts_afresh(content, tmp_path):
     path, said = tmp_path / "s.jsonl", []
     path.write_bytes(content)
-    run.measure(TASK, path, FakeMeter, say=said.append)
+    procedure.measure(TASK, path, FakeMeter, say=said.append)
     assert said[0].startswith(f"starting afresh: {path}: ")
     assert len(samples.read(path).rows) == TASK.count
 
@@ -245,7 +245,7 @@ def test_a_spoilt_line_before_the_last_is_refused(line, reason, exact, tmp_path)
     path = tmp_path / "s.jsonl"
     path.write_bytes(b"\n".join(lines) + b"\n")
     with pytest.raises(CalibrationError, match=reason) as error:
-        run.fit_samples(path)
+        procedure.fit_samples(path)
     assert str(path) in str(error.value)
 
 
@@ -255,20 +255,20 @@ def test_samples_of_batches_that_are_drawn_otherwise_today_are_refused(exact, tm
     path = tmp_path / "s.jsonl"
     path.write_bytes(b"\n".join(lines) + b"\n")
     with pytest.raises(CalibrationError, match="measure with --fresh"):
-        run.fit_samples(path)
+        procedure.fit_samples(path)
     with pytest.raises(CalibrationError, match="measure with --fresh"):
-        run.measure(LARGE, path, FakeMeter, say=list)
+        procedure.measure(LARGE, path, FakeMeter, say=list)
 
 
 def test_too_few_samples_are_refused(exact, tmp_path):
     path = tmp_path / "s.jsonl"
     path.write_bytes(b"\n".join(exact.read_bytes().splitlines()[:30]) + b"\n")
     with pytest.raises(CalibrationError, match="29 samples, a fit needs 40"):
-        run.fit_samples(path)
+        procedure.fit_samples(path)
 
 
 def test_the_fit_recovers_what_the_times_were_made_with(exact):
-    measured = run.read_measured(exact)
+    measured = procedure.read_measured(exact)
     stock = fit.fit_stock(measured.stock_works, measured.stock_us, measured.costs)
     prefix = fit.fit_prefix(measured.prefix_works, measured.prefix_us, measured.costs)
     assert stock.coefficients == pytest.approx(STOCK, rel=0.02)
@@ -276,7 +276,7 @@ def test_the_fit_recovers_what_the_times_were_made_with(exact):
 
 
 def test_a_calibration_from_a_samples_file_needs_no_gpu(exact):
-    got = run.fit_samples(exact)
+    got = procedure.fit_samples(exact)
     assert (got.key, got.num_sms, got.samples, got.source) == (KEY, NUM_SMS, 240, "measured")
     assert got.versions == TASK.versions
     assert got.origin == Origin(TASK.seed, 240, TASK.pool_tokens, "2026-02-28")
@@ -287,14 +287,14 @@ def test_a_calibration_from_a_samples_file_needs_no_gpu(exact):
 
 def test_the_error_on_unseen_batches_is_about_the_noise(tmp_path):
     path, noise = tmp_path / "s.jsonl", 0.08
-    run.measure(LARGE, path, partial(FakeMeter, noise=noise), say=list)
-    measured = run.read_measured(path)
-    held_out = run.hold_out(measured)
-    got = run.finish(measured, held_out)
+    procedure.measure(LARGE, path, partial(FakeMeter, noise=noise), say=list)
+    measured = procedure.read_measured(path)
+    held_out = procedure.hold_out(measured)
+    got = procedure.finish(measured, held_out)
     for error in got.errors.values():
         assert noise * 0.85 < error < noise * 1.4
     # Not the error on batches that the fit has seen, which is smaller than the noise.
-    seen = run.timemodel.predict_stock
+    seen = procedure.time_model.predict_stock
     fitted = np.array([seen(got.stock, work, measured.costs) for work in measured.stock_works])
     assert fit.log_rms(fitted, measured.stock_us) < 0.9 * got.errors["stock"]
 
@@ -318,9 +318,9 @@ def test_each_batch_is_predicted_by_a_fit_without_it():
 
 
 def test_the_report_says_what_the_policy_makes_of_it(exact):
-    measured = run.read_measured(exact)
-    perfect = run.HeldOut(measured.stock_us, measured.prefix_us)
-    wrong = run.HeldOut(measured.prefix_us, measured.stock_us)
+    measured = procedure.read_measured(exact)
+    perfect = procedure.HeldOut(measured.stock_us, measured.prefix_us)
+    wrong = procedure.HeldOut(measured.prefix_us, measured.stock_us)
     better = (measured.prefix_us < measured.stock_us).sum()
     first, _, counts, ratios = report.lines(measured, perfect)
     assert first == "stock: predictions err by 0.0%, at worst 0%"

@@ -8,13 +8,13 @@ import pytest
 import torch.distributed
 import torch.multiprocessing
 
-from sgl_prefix_attn import execution
-from sgl_prefix_attn.calibration import startup, store
-from sgl_prefix_attn.calibration.codec import encode
-from sgl_prefix_attn.envs import Settings
+from sgl_prefix_attn.engine import build
 from sgl_prefix_attn.plan import CostModel
 from sgl_prefix_attn.plan.costs import GPU_RATES
-from tests.cpu.calibrations import HEADS, KEY, NUM_SMS, calibration
+from sgl_prefix_attn.predict import startup, store
+from sgl_prefix_attn.predict.codec import encode
+from sgl_prefix_attn.settings import Settings
+from tests.support.calibrations import HEADS, KEY, NUM_SMS, calibration
 
 
 def put_in_cache(home, rates: str):
@@ -89,7 +89,7 @@ def runner(device="cpu", tp_size=1, group=None):
 
 def test_a_cpu_server_has_no_calibration(home, caplog):
     with caplog.at_level(logging.INFO):
-        built = execution.build(runner(), HEADS, Settings())
+        built = build.build(runner(), HEADS, Settings())
     assert built.calibration is None and not caplog.records
     assert built.planner.costs == CostModel.for_gpu("cpu", HEADS)
 
@@ -103,12 +103,12 @@ def test_a_gpu_server_plans_with_the_calibration_of_its_group(tp_size, monkeypat
         asked.append(args)
         return calibration()
 
-    tiles = execution.default_tile_set("cpu", HEADS)
-    monkeypatch.setattr(execution, "default_tile_set", lambda device, heads: tiles)
-    monkeypatch.setattr(execution, "PlanExecutor", lambda *args, **options: "executor")
+    tiles = build.default_tile_set("cpu", HEADS)
+    monkeypatch.setattr(build, "default_tile_set", lambda device, heads: tiles)
+    monkeypatch.setattr(build, "PlanExecutor", lambda *args, **options: "executor")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: KEY.gpu)
-    monkeypatch.setattr(execution, "agreed", agreed)
-    built = execution.build(runner("cuda", tp_size, "group"), HEADS, Settings())
+    monkeypatch.setattr(build, "agreed", agreed)
+    built = build.build(runner("cuda", tp_size, "group"), HEADS, Settings())
     assert asked == [(KEY, tiles.num_sms, "group" if tp_size == 2 else None)]
     assert built.planner.costs == calibration().costs
     assert encode(built.calibration) == encode(calibration())

@@ -8,15 +8,16 @@ import numpy as np
 import orjson
 import pytest
 
-from sgl_prefix_attn.calibration import run, store
-from sgl_prefix_attn.calibration.codec import FEATURES, CalibrationError, decode, encode
-from sgl_prefix_attn.calibration.record import Origin
-from sgl_prefix_attn.calibration.store import Folders, file_name, find, load, save
-from sgl_prefix_attn.calibration.timemodel import prefix_features, stock_features, stock_physical
+from sgl_prefix_attn.calibrate import procedure
 from sgl_prefix_attn.plan.costs import GPU_RATES
 from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS, prefix_physical
+from sgl_prefix_attn.predict import store
+from sgl_prefix_attn.predict.codec import FEATURES, CalibrationError, decode, encode
+from sgl_prefix_attn.predict.record import Origin
+from sgl_prefix_attn.predict.store import Folders, file_name, find, load, save
+from sgl_prefix_attn.predict.time_model import prefix_features, stock_features, stock_physical
 from sgl_prefix_attn.records import HeadConfig
-from tests.cpu.calibrations import KEY, NUM_SMS, ORIGIN, VERSIONS, calibration
+from tests.support.calibrations import KEY, NUM_SMS, ORIGIN, VERSIONS, calibration
 
 RESULTS = Path(__file__).resolve().parents[2] / "eval" / "results"
 OTHER_HEADS = replace(KEY, heads=HeadConfig(32, 8, 128))
@@ -335,7 +336,7 @@ def test_a_shipped_file_is_the_fit_of_its_samples_in_the_repository(path):
     found = load(path)
     gpu = next(name for name in ("h100", "h200") if name.upper() in found.key.gpu)
     heads = f"{found.key.heads.num_qo_heads}-{found.key.heads.num_kv_heads}"
-    given = run.read_measured(RESULTS / f"calibration_{gpu}_{heads}.samples.jsonl")
+    given = procedure.read_measured(RESULTS / f"calibration_{gpu}_{heads}.samples.jsonl")
     task = given.task
     assert found.origin == Origin(task.seed, task.count, task.pool_tokens, given.date)
     assert (found.key, found.num_sms, found.versions) == (task.key, task.num_sms, task.versions)

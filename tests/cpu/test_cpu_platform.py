@@ -4,7 +4,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator, alloc_extend_naive
 
-from sgl_prefix_attn import cpu_allocator, cpu_platform
+from sgl_prefix_attn.cpu import allocator, platform
 
 ENV = "SGL_PREFIX_ATTN_CPU_PLATFORM"
 
@@ -20,9 +20,9 @@ def bare_machine(monkeypatch):
 
 
 def test_it_is_opt_in(bare_machine):
-    assert cpu_platform.activate() is None
+    assert platform.activate() is None
     bare_machine.setenv(ENV, "1")
-    assert cpu_platform.activate() == "sgl_prefix_attn.cpu_platform.TorchCpuPlatform"
+    assert platform.activate() == "sgl_prefix_attn.cpu.platform.TorchCpuPlatform"
 
 
 @pytest.mark.parametrize("other", ["cuda", "xpu", "engine"])
@@ -32,14 +32,14 @@ def test_it_steps_aside(bare_machine, other):
         bare_machine.setenv("SGLANG_USE_CPU_ENGINE", "1")
     else:
         bare_machine.setattr(getattr(torch, other), "is_available", lambda: True)
-    assert cpu_platform.activate() is None
-    assert not cpu_platform.is_active()
+    assert platform.activate() is None
+    assert not platform.is_active()
 
 
 def test_a_bad_value_names_the_variable(bare_machine):
     bare_machine.setenv(ENV, "yes")
     with pytest.raises(ValueError, match=f"{ENV}='yes'"):
-        cpu_platform.is_active()
+        platform.is_active()
 
 
 @pytest.mark.parametrize("page_size", [4, 16, 64])
@@ -53,16 +53,16 @@ def test_extend_gives_the_slots_of_sglangs_reference(page_size, seed):
     free = torch.randperm(500)
     expected = torch.empty(int((seq - prefix).sum()), dtype=torch.int64)
     alloc_extend_naive(prefix, seq, last, free, expected, page_size, "cpu")
-    assert torch.equal(cpu_allocator.extend_slots(prefix, seq, last, free, page_size), expected)
+    assert torch.equal(allocator.extend_slots(prefix, seq, last, free, page_size), expected)
 
 
-def allocator(page_size, size=64):
+def make(page_size, size=64):
     kvcache = type("Pool", (), {"store_dtype": torch.float32})()
-    return cpu_allocator.make_allocator(size, page_size, torch.float32, "cpu", kvcache, False)
+    return allocator.make_allocator(size, page_size, torch.float32, "cpu", kvcache, False)
 
 
 def test_decode_opens_a_page_only_where_the_last_is_full():
-    pages = allocator(4)
+    pages = make(4)
     seq = torch.tensor([5, 7, 9])  # the new token is number 4, 6 and 8
     last = torch.tensor([43, 49, 55])
     slots = pages.alloc_decode(seq, seq, last)
@@ -71,7 +71,7 @@ def test_decode_opens_a_page_only_where_the_last_is_full():
 
 
 def test_nothing_is_taken_when_the_pages_do_not_suffice():
-    pages = allocator(16, size=32)
+    pages = make(16, size=32)
     none, long, last = torch.tensor([0]), torch.tensor([40]), torch.tensor([-1])
     assert pages.alloc_extend(none, none, long, long, last, 40) is None
     assert pages.available_size() == 32
@@ -80,4 +80,4 @@ def test_nothing_is_taken_when_the_pages_do_not_suffice():
 
 
 def test_page_size_one_takes_sglangs_token_allocator():
-    assert type(allocator(1)) is TokenToKVPoolAllocator
+    assert type(make(1)) is TokenToKVPoolAllocator

@@ -2,24 +2,21 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from sgl_prefix_attn.cli import doctor, facts, main
-from sgl_prefix_attn.cli.checks import FAIL, OK, WARN, check_prefill, run_checks
-from sgl_prefix_attn.cli.facts import EntryPoint, Facts, Hook
+from sgl_prefix_attn.cli import doctor, doctor_facts, main
+from sgl_prefix_attn.cli.doctor_checks import FAIL, OK, WARN, check_prefill, run_checks
+from sgl_prefix_attn.cli.doctor_facts import EntryPoint, Facts, Hook
 
-OURS = EntryPoint("prefix_attn", "sgl_prefix_attn.plugin:register", "sgl-prefix-attn")
+OURS = EntryPoint("prefix_attn", "sgl_prefix_attn.plugin.entry_point:register", "sgl-prefix-attn")
 CPU = {"SGL_PREFIX_ATTN_CPU_PLATFORM": "1"}
 GOOD = Facts(
     python=(3, 11),
-    cwd=Path("/nowhere"),
-    package_dir=Path("/site-packages/sgl_prefix_attn"),
     env={},
-    versions={name: "1.0" for name in facts.PACKAGES} | {"sglang": "0.5.17"},
+    versions={name: "1.0" for name in doctor_facts.PACKAGES} | {"sglang": "0.5.17"},
     supported_sglang=("0.5.17",),
     plugins=(OURS,),
     hooks=(Hook("batch_requests", "sglang.a.b", "why", ""),),
@@ -124,23 +121,9 @@ def test_requirements_of_the_installed_sglang_are_compared(monkeypatch):
         "numpy",
         "peft>=1",
     ]
-    monkeypatch.setattr(facts.metadata, "requires", lambda name: asked)
-    assert facts._unmet(installed) == {"flashinfer-python": "==0.6.15.post1"}
-    assert facts._unmet(installed | {"sglang": None}) == {}
-
-
-def test_a_folder_of_the_same_name_shadows_the_install(tmp_path):
-    (tmp_path / "sgl_prefix_attn").mkdir()
-    failed = [c.name for c in run_checks(replace(GOOD, cwd=tmp_path)) if c.status == FAIL]
-    assert failed == ["not shadowed"]
-    at_home = replace(GOOD, cwd=tmp_path, package_dir=tmp_path / "sgl_prefix_attn")
-    assert doctor.works(run_checks(at_home))
-
-
-def test_the_checkouts_kernels_folder_hides_the_hub_package(tmp_path):
-    (tmp_path / "kernels").mkdir()
-    checks = run_checks(replace(GOOD, cwd=tmp_path, hub_kernels=True))
-    assert [c.name for c in checks if c.status == WARN] == ["not shadowed"]
+    monkeypatch.setattr(doctor_facts.metadata, "requires", lambda name: asked)
+    assert doctor_facts._unmet(installed) == {"flashinfer-python": "==0.6.15.post1"}
+    assert doctor_facts._unmet(installed | {"sglang": None}) == {}
 
 
 @pytest.fixture
@@ -154,15 +137,15 @@ def programs(tmp_path, monkeypatch):
 
 
 def test_the_compiler_is_the_one_that_triton_calls(programs, monkeypatch):
-    assert facts._compiler() == str(programs / "gcc")
+    assert doctor_facts._compiler() == str(programs / "gcc")
     monkeypatch.setenv("CC", "cc")
-    assert facts._compiler() == str(programs / "cc")
+    assert doctor_facts._compiler() == str(programs / "cc")
     for cc in ("/nonexistent/cc", "gcc -m64", ""):  # Triton takes CC as it is
         monkeypatch.setenv("CC", cc)
-        assert facts._compiler() == ""
+        assert doctor_facts._compiler() == ""
     monkeypatch.delenv("CC")
     (programs / "gcc").unlink()
-    assert facts._compiler() == "", "Triton looks for no cc"
+    assert doctor_facts._compiler() == "", "Triton looks for no cc"
 
 
 def test_a_wrong_cc_is_named_with_what_to_do():
@@ -189,7 +172,7 @@ def test_the_calibration_of_a_gpu_is_looked_up(monkeypatch, tmp_path):
         "get_device_properties",
         lambda device: SimpleNamespace(multi_processor_count=100),
     )
-    message, source = facts._calibration()
+    message, source = doctor_facts._calibration()
     assert source == "conservative" and "nothing is measured on NVIDIA X1" in message
 
 
@@ -216,13 +199,13 @@ def test_what_the_cpu_can_do_without():
 def test_a_target_that_is_gone_is_seen(monkeypatch):
     patches = pytest.importorskip("sgl_prefix_attn.patches.cpu_index_helpers")
     monkeypatch.setattr(patches, "TARGET", ("sglang.srt.utils.common.no_such_function",))
-    (hook,) = [hook for hook in facts._hooks() if hook.module == "cpu_index_helpers"]
+    (hook,) = [hook for hook in doctor_facts._hooks() if hook.module == "cpu_index_helpers"]
     assert "no_such_function" in hook.error
 
 
 @pytest.mark.parametrize("opted_in", ["0", "1"])
 def test_the_command_on_this_machine(opted_in, monkeypatch, capsys):
-    monkeypatch.setattr(facts, "_gpu", lambda: ("", None))
+    monkeypatch.setattr(doctor_facts, "_gpu", lambda: ("", None))
     monkeypatch.setenv("SGL_PREFIX_ATTN_CPU_PLATFORM", opted_in)
     monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
     monkeypatch.setenv("CC", "/nonexistent/cc")

@@ -13,7 +13,7 @@ from sgl_prefix_attn.plan.dynamic import predicted_cost
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.profit import choose_merges
 from sgl_prefix_attn.records import HeadConfig, Merges
-from tests.cpu.forests import PROFIT_LENGTHS, path_table, path_tables, random_paths
+from tests.support.forests import PROFIT_LENGTHS, path_table, path_tables, random_paths
 
 HEADS = [HeadConfig(8, 8, 64), HeadConfig(32, 8, 128), HeadConfig(28, 4, 128), HeadConfig(7, 1, 80)]
 BASELINES = ("query", "naive", "pat")

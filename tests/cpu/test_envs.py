@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from sgl_prefix_attn.envs import VARIABLES, Settings, markdown_table
 from sgl_prefix_attn.plan import STRATEGIES
+from sgl_prefix_attn.settings import VARIABLES, Settings, markdown_table
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 

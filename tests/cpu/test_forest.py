@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 
 from sgl_prefix_attn.plan.forest import build_forest
-from tests.cpu.forests import path_table, path_tables, random_paths, sharers
+from tests.support.forests import path_table, path_tables, random_paths, sharers
 
 
 def check_forest(paths):

@@ -21,7 +21,7 @@ logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 for name in sys.argv[1:]:
     importlib.import_module(name)
 from sgl_prefix_attn.plan.forest import build_forest
-from tests.cpu.forests import path_table
+from tests.support.forests import path_table
 print("unique:", build_forest(path_table([(-1, 4)], [0, 0], [6, 7])).unique_tokens)
 """
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from sgl_prefix_attn import lifetime as lifetime_module
-from sgl_prefix_attn.lifetime import CAUSES, PlanLifetime
-from tests.cpu.fake_sglang import Node, World
+from sgl_prefix_attn.step import plan_lifetime
+from sgl_prefix_attn.step.plan_lifetime import CAUSES, PlanLifetime
+from tests.support.fake_sglang import Node, World
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_condition_b_new_allocation_without_a_tree(world):
 
 def test_a_steady_step_reads_no_request(world, planned, monkeypatch):
     assert planned.stale(world.reqs, world.seq_lens(2), 7) is None
-    monkeypatch.setattr(lifetime_module, "_mapping", lambda reqs: 1 / 0)
+    monkeypatch.setattr(plan_lifetime, "_mapping", lambda reqs: 1 / 0)
     for grown in (2, 3, 4):
         assert planned.stale(world.reqs, world.seq_lens(grown), 7) is None
         planned.stepped()

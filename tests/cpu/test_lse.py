@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from sgl_prefix_attn.lse import Lse, merge_states
+from sgl_prefix_attn.execute.lse import Lse, merge_states
 
 
 def attention(logits, v):

@@ -6,14 +6,14 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from sgl_prefix_attn.envs import Settings
 from sgl_prefix_attn.metrics.counters import KvSize, StepCounters
 from sgl_prefix_attn.metrics.decode_log import DecodeLog
 from sgl_prefix_attn.metrics.exporter import PrometheusExporter
 from sgl_prefix_attn.metrics.intervals import StepIntervals
-from sgl_prefix_attn.policy import STOCK_STEPS
-from tests.cpu.fake_sglang import HiRadixCache
-from tests.cpu.steps import Failing, Times, preparer, run, shared_world
+from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.step.policy import STOCK_STEPS
+from tests.support.fake_sglang import HiRadixCache
+from tests.support.steps import Failing, Times, preparer, run, shared_world
 
 # Three layers with 2 KV heads of 32, one with other head dims; bf16.
 LAYER = SimpleNamespace(tp_k_head_num=2, tp_v_head_num=2, qk_head_dim=32, v_head_dim=32)

@@ -24,7 +24,7 @@ def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     # From a copy: setuptools leaves build/ and *.egg-info where it works.
     names = (*SOURCES, "pyproject.toml", "README.md", "LICENSE")
-    copy = ["cp", "-r", *(str(ROOT / name) for name in names if (ROOT / name).exists())]
+    copy = ["cp", "-a", *(str(ROOT / name) for name in names if (ROOT / name).exists())]
     subprocess.run([*copy, str(folder)], check=True)
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder / "dist")]
     command = [sys.executable, "-m", "pip", "wheel", *options, str(folder)]
@@ -54,8 +54,8 @@ def test_wheel_metadata(wheel):
         names = archive.namelist()
         (entry_points,) = (n for n in names if n.endswith("entry_points.txt"))
         text = archive.read(entry_points).decode()
-    assert "prefix_attn = sgl_prefix_attn.plugin:register" in text
-    assert "prefix_attn_cpu = sgl_prefix_attn.cpu_platform:activate" in text
+    assert "prefix_attn = sgl_prefix_attn.plugin.entry_point:register" in text
+    assert "prefix_attn_cpu = sgl_prefix_attn.cpu.platform:activate" in text
     assert "sgl-prefix-attn = sgl_prefix_attn.cli.main:main" in text
     assert any(n.endswith("licenses/LICENSE") for n in names)
 
@@ -65,10 +65,14 @@ def test_wheel_imports_without_the_checkout(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
     code = (
-        "import sgl_prefix_attn, sgl_prefix_attn.kernels.layout, sgl_prefix_attn.patches as p\n"
+        "import sgl_prefix_attn, sgl_prefix_attn.kernels.layout\n"
+        "import sgl_prefix_attn.plugin.versions as v\n"
         "import sgl_prefix_attn.cli.main\n"
         f"assert sgl_prefix_attn.__file__.startswith({str(tmp_path)!r})\n"
-        f"assert p.__file__.startswith({str(tmp_path)!r})\n"
+        "import importlib.util as u\n"
+        "for name in v.RELEASES[0].hooks:\n"
+        "    origin = u.find_spec('sgl_prefix_attn.patches.' + name).origin\n"
+        f"    assert origin.startswith({str(tmp_path)!r}), origin\n"
     )
     run_python(code, cwd=tmp_path)
 
@@ -90,7 +94,7 @@ def test_a_bare_checkout_needs_only_pythonpath(tmp_path):
     run_python(code, "-S", cwd=tmp_path)
 
 
-@pytest.mark.parametrize("module", ["sgl_prefix_attn", "sgl_prefix_attn.plugin"])
+@pytest.mark.parametrize("module", ["sgl_prefix_attn", "sgl_prefix_attn.plugin.entry_point"])
 def test_import_pulls_in_neither_sglang_nor_cuda(module, tmp_path):
     code = (
         f"import sys, {module}\n"

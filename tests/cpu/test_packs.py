@@ -10,7 +10,7 @@ from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.packs import make_packs
 from sgl_prefix_attn.plan.profit import STRATEGIES, choose_merges
 from sgl_prefix_attn.records import HeadConfig, Merges
-from tests.cpu.forests import path_table, path_tables, random_paths
+from tests.support.forests import path_table, path_tables, random_paths
 
 COSTS = CostModel.bytes_only(HeadConfig(8, 2, 64))
 

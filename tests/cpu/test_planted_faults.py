@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from sgl_prefix_attn import reference
+from sgl_prefix_attn.execute import reference
 from sgl_prefix_attn.kernels import layout as L
 from sgl_prefix_attn.records import HeadConfig
-from tests.cpu.forests import path_table, planner
-from tests.cpu.plan_words import segments
-from tests.cpu.problems import assert_attention, make_problem
-from tests.cpu.running import executor, run
+from tests.support.forests import path_table, planner
+from tests.support.plan_words import segments
+from tests.support.problems import assert_attention, make_problem
+from tests.support.running import executor, run
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 

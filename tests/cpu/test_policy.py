@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from sgl_prefix_attn.policy import (
+from sgl_prefix_attn.records import Decision, Prediction
+from sgl_prefix_attn.step.policy import (
     GAINS,
     HELD_LOSS,
     HOLD_STEPS,
@@ -13,7 +14,6 @@ from sgl_prefix_attn.policy import (
     decide,
     unsupported_model,
 )
-from sgl_prefix_attn.records import Decision, Prediction
 
 LLAMA = ModelFacts(
     head_configs=1,

@@ -9,7 +9,7 @@ from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.packs import make_packs
 from sgl_prefix_attn.plan.profit import STRATEGIES, choose_merges
 from sgl_prefix_attn.records import HeadConfig
-from tests.cpu.forests import path_table, path_tables
+from tests.support.forests import path_table, path_tables
 
 HEADS = HeadConfig(8, 8, 64)
 

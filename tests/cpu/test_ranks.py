@@ -7,8 +7,8 @@ import pytest
 import torch.distributed
 import torch.multiprocessing
 
-from sgl_prefix_attn.envs import Settings
-from sgl_prefix_attn.ranks import agreement, raise_unless_alike
+from sgl_prefix_attn.engine.ranks import agreement, raise_unless_alike
+from sgl_prefix_attn.settings import Settings
 
 
 def runner(size, group=None):

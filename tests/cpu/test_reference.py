@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_prefix_attn import reference
-from sgl_prefix_attn.executor import Capacity, PlanTooLarge
+from sgl_prefix_attn.execute import reference
+from sgl_prefix_attn.execute.executor import Capacity
 from sgl_prefix_attn.plan import STRATEGIES
-from sgl_prefix_attn.records import HeadConfig
-from tests.cpu.forests import path_table, path_tables, planner, random_paths
-from tests.cpu.problems import assert_attention, make_problem, plain_attention
-from tests.cpu.running import PADDING, executor, run
+from sgl_prefix_attn.records import HeadConfig, PlanTooLarge
+from tests.support.forests import path_table, path_tables, planner, random_paths
+from tests.support.problems import assert_attention, make_problem, plain_attention
+from tests.support.running import PADDING, executor, run
 
 HEADS = [
     HeadConfig(1, 1, 32), HeadConfig(7, 1, 32), HeadConfig(28, 4, 64), HeadConfig(40, 8, 80),

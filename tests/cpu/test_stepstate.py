@@ -5,13 +5,13 @@ from collections import Counter
 
 import pytest
 
-from sgl_prefix_attn import stepstate
-from sgl_prefix_attn.envs import Settings
-from sgl_prefix_attn.executor import Capacity
-from sgl_prefix_attn.policy import STOCK_STEPS
+from sgl_prefix_attn.execute.executor import Capacity
 from sgl_prefix_attn.records import Decision, Prediction
-from tests.cpu.fake_sglang import HiRadixCache
-from tests.cpu.steps import Failing, Times, planner, preparer, run, shared_world
+from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.step import preparer as stepstate
+from sgl_prefix_attn.step.policy import STOCK_STEPS
+from tests.support.fake_sglang import HiRadixCache
+from tests.support.steps import Failing, Times, planner, preparer, run, shared_world
 
 DEFAULT, ERROR = Decision("prefix", "default"), Decision("stock", "planner_error")
 

@@ -14,8 +14,8 @@ from sgl_prefix_attn.plan.profit import choose_merges
 from sgl_prefix_attn.plan.splits import split_jobs
 from sgl_prefix_attn.plan.tiles import tile_packs
 from sgl_prefix_attn.records import HeadConfig
-from tests.cpu.forests import path_table, random_paths, splitting_costs
-from tests.cpu.plan_words import check_coverage, items
+from tests.support.forests import path_table, random_paths, splitting_costs
+from tests.support.plan_words import check_coverage, items
 
 HEADS = HeadConfig(8, 2, 64)
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from sgl_prefix_attn.calibration import timing
-from sgl_prefix_attn.calibration.timing import medians_us
+from sgl_prefix_attn.calibrate import timing
+from sgl_prefix_attn.calibrate.timing import medians_us
 
 
 class Timer:

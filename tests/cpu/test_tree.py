@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_prefix_attn.patches import remaps as remaps_hook
-from sgl_prefix_attn.tree import (
+from sgl_prefix_attn.paths.radix import (
     TreeInvariantError,
     check_paths,
     read_paths,
     remaps,
     unsupported_tree,
 )
-from tests.cpu.fake_sglang import ChunkCache, HiRadixCache, Req, World, path
+from tests.support.fake_sglang import ChunkCache, HiRadixCache, Req, World, path
 
 PROMPTS = st.lists(
     st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=12

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sgl_prefix_attn.calibration import store
 from sgl_prefix_attn.plan import CostModel
+from sgl_prefix_attn.predict import store
+from sgl_prefix_attn.predict.startup import default_costs
 from sgl_prefix_attn.records import HeadConfig
-from sgl_prefix_attn.tuning import default_costs
 
 HEADS = HeadConfig(32, 8, 128)
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from sgl_prefix_attn.kernels import layout as L
 from sgl_prefix_attn.plan import STRATEGIES
 from sgl_prefix_attn.records import HeadConfig
-from tests.cpu.forests import path_table, path_tables, planner, random_paths
-from tests.cpu.plan_words import check_coverage, decode_parts, items, merge_entries, segments
+from tests.support.forests import path_table, path_tables, planner, random_paths
+from tests.support.plan_words import check_coverage, decode_parts, items, merge_entries, segments
 
 HEADS = [HeadConfig(4, 4, 32), HeadConfig(8, 2, 64), HeadConfig(28, 4, 128), HeadConfig(16, 1, 80)]
 

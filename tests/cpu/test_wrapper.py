@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 import sgl_prefix_attn
 from sgl_prefix_attn import PrefixDecodeWrapper
-from sgl_prefix_attn.lse import Lse, merge_states
+from sgl_prefix_attn.execute.lse import Lse, merge_states
 from sgl_prefix_attn.plan import STRATEGIES
 from sgl_prefix_attn.records import HeadConfig
-from tests.cpu.forests import path_table, path_tables
-from tests.cpu.problems import assert_attention, make_problem
-from tests.cpu.running import paths_of, planned_wrapper, wrapper
+from tests.support.forests import path_table, path_tables
+from tests.support.problems import assert_attention, make_problem
+from tests.support.running import paths_of, planned_wrapper, wrapper
 
 HEADS = HeadConfig(8, 2, 32)
 

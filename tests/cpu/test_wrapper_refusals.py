@@ -8,9 +8,9 @@ import torch
 
 from sgl_prefix_attn import PrefixDecodeWrapper
 from sgl_prefix_attn.records import HeadConfig
-from tests.cpu.forests import path_table
-from tests.cpu.problems import assert_attention, make_problem
-from tests.cpu.running import planned_wrapper, wrapper
+from tests.support.forests import path_table
+from tests.support.problems import assert_attention, make_problem
+from tests.support.running import planned_wrapper, wrapper
 
 HEADS = HeadConfig(8, 2, 32)
 

@@ -9,7 +9,7 @@ import multiprocessing
 import pytest
 import torch
 
-from sgl_prefix_attn.variants import GraphVariants
+from sgl_prefix_attn.engine.graph_variants import GraphVariants
 
 logger = logging.getLogger(__name__)
 

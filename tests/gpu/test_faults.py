@@ -8,9 +8,9 @@ import torch
 from eval.compare_outputs.faults import with_two_tails_swapped, without_largest_shared
 from sgl_prefix_attn import plan as plan_module
 from sgl_prefix_attn.kernels import layout as L
-from tests.cpu.forests import path_table
-from tests.cpu.problems import assert_attention
-from tests.gpu.support import gpu_problem, grow, loaded, planner, run
+from tests.support.forests import path_table
+from tests.support.gpu_problems import gpu_problem, grow, loaded, planner, run
+from tests.support.problems import assert_attention
 
 DTYPES = [torch.bfloat16, torch.float16]
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sgl_prefix_attn.execution import padding_plan
+from sgl_prefix_attn.engine.build import padding_plan
 from sgl_prefix_attn.kernels import layout as L
-from tests.cpu.forests import path_table
-from tests.cpu.problems import assert_attention
-from tests.gpu import support
-from tests.gpu.support import LLAMA, TREES, executor, gpu_problem, grow, planner, poison
+from tests.support import gpu_problems
+from tests.support.forests import path_table
+from tests.support.gpu_problems import LLAMA, TREES, executor, gpu_problem, grow, planner, poison
+from tests.support.problems import assert_attention
 
 ROWS = 64  # the captured batch size
 LAYERS = 3
@@ -45,13 +45,13 @@ class Server:
         slots = max(p.k.shape[0] for p in self.problems.values())
         pool = (LAYERS, 2, slots, LLAMA.num_kv_heads, LLAMA.head_dim)
         rows = (LAYERS, ROWS, LLAMA.num_qo_heads, LLAMA.head_dim)
-        kind = {"dtype": torch.bfloat16, "device": support.DEVICE}
+        kind = {"dtype": torch.bfloat16, "device": gpu_problems.DEVICE}
         self.kv = torch.full(pool, math.nan, **kind)
         self.q = torch.full(rows, math.nan, **kind)
         self.out = torch.full(rows, math.nan, **kind)
-        self.lse = torch.full(rows[:3], math.nan, device=support.DEVICE)
-        self.seq_lens = torch.ones(ROWS, dtype=torch.int64, device=support.DEVICE)
-        self.out_cache_loc = torch.zeros(ROWS, dtype=torch.int64, device=support.DEVICE)
+        self.lse = torch.full(rows[:3], math.nan, device=gpu_problems.DEVICE)
+        self.seq_lens = torch.ones(ROWS, dtype=torch.int64, device=gpu_problems.DEVICE)
+        self.out_cache_loc = torch.zeros(ROWS, dtype=torch.int64, device=gpu_problems.DEVICE)
         some = next(iter(self.problems.values()))
         self.sm_scale = some.sm_scale
         self.executor = executor(some, *self.plans.values(), parallel_tiles=parallel_tiles)
@@ -64,8 +64,8 @@ class Server:
         assert self.out.isnan().all(), "padding rows were written"
 
     def _load_padding(self):
-        table = torch.zeros(1, 1, dtype=torch.int32, device=support.DEVICE)
-        row = torch.zeros(1, dtype=torch.int64, device=support.DEVICE)
+        table = torch.zeros(1, 1, dtype=torch.int32, device=gpu_problems.DEVICE)
+        row = torch.zeros(1, dtype=torch.int64, device=gpu_problems.DEVICE)
         self.executor.load(padding_plan(self.planner), table, row)
 
     def step(self):

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sgl_prefix_attn.executor import Capacity, PlanExecutor
+from sgl_prefix_attn.execute.executor import Capacity, PlanExecutor
 from sgl_prefix_attn.kernels import layout as L
-from sgl_prefix_attn.tuning import default_tile_set
-from tests.cpu.problems import assert_attention
-from tests.gpu import support
-from tests.gpu.support import LLAMA, TREES, gpu_problem, loaded, planner, run
+from sgl_prefix_attn.plan.tile_defaults import default_tile_set
+from tests.support import gpu_problems
+from tests.support.gpu_problems import LLAMA, TREES, gpu_problem, loaded, planner, run
+from tests.support.problems import assert_attention
 
 LIMIT = 2**31
 GIB = 2**30
@@ -57,7 +57,9 @@ def test_rows_of_q_and_out_beyond_2_to_31_elements():
 
     def far_rows():
         flat = torch.empty(
-            (batch - 1) * stride + num_heads * head_dim, dtype=problem.dtype, device=support.DEVICE
+            (batch - 1) * stride + num_heads * head_dim,
+            dtype=problem.dtype,
+            device=gpu_problems.DEVICE,
         )
         return flat.as_strided((batch, num_heads, head_dim), (stride, head_dim, 1))
 
@@ -95,15 +97,15 @@ def test_rows_of_req_to_token_beyond_2_to_31_elements():
     plan = planner().plan(paths)
     rows, columns = problem.req_to_token.shape
     stride = LIMIT // (rows - 4)
-    flat = torch.empty((rows - 1) * stride + columns, dtype=torch.int32, device=support.DEVICE)
+    flat = torch.empty((rows - 1) * stride + columns, dtype=torch.int32, device=gpu_problems.DEVICE)
     table = flat.as_strided((rows, columns), (stride, 1))
     table.copy_(problem.req_to_token)
     assert int(problem.pool.max()) * stride > LIMIT
     made = PlanExecutor(
         LLAMA,
-        device=support.DEVICE,
+        device=gpu_problems.DEVICE,
         dtype=problem.dtype,
-        tile_set=default_tile_set(support.DEVICE, LLAMA),
+        tile_set=default_tile_set(gpu_problems.DEVICE, LLAMA),
         capacity=Capacity.for_plans(plan),
         use_triton=True,
     )

@@ -9,10 +9,10 @@ from sgl_prefix_attn import PrefixDecodeWrapper
 from sgl_prefix_attn.kernels import layout as L
 from sgl_prefix_attn.plan import STRATEGIES
 from sgl_prefix_attn.records import HeadConfig
-from tests.cpu.forests import chain, path_table, splitting_tiles
-from tests.cpu.problems import assert_attention
-from tests.gpu import support
-from tests.gpu.support import LLAMA, TREES, gpu_problem, grow, loaded, planner, run
+from tests.support import gpu_problems
+from tests.support.forests import chain, path_table, splitting_tiles
+from tests.support.gpu_problems import LLAMA, TREES, gpu_problem, grow, loaded, planner, run
+from tests.support.problems import assert_attention
 
 BF16, FP16 = torch.bfloat16, torch.float16
 HEADS = [
@@ -132,7 +132,7 @@ def wrapper_of(problem, page_size=1, **options):
     heads = problem.heads
     return PrefixDecodeWrapper(
         heads.num_qo_heads, heads.num_kv_heads, heads.head_dim, page_size=page_size,
-        device=support.DEVICE, dtype=problem.dtype, sm_scale=problem.sm_scale,
+        device=gpu_problems.DEVICE, dtype=problem.dtype, sm_scale=problem.sm_scale,
         logits_soft_cap=problem.soft_cap, **options,
     )  # fmt: skip
 

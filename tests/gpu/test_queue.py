@@ -3,10 +3,19 @@
 import pytest
 import torch
 
-from sgl_prefix_attn import reference
+from sgl_prefix_attn.execute import reference
 from sgl_prefix_attn.plan import STRATEGIES
-from tests.cpu.forests import splitting_tiles
-from tests.gpu.support import LLAMA, TREES, executor, gpu_problem, grow, loaded, planner, run
+from tests.support.forests import splitting_tiles
+from tests.support.gpu_problems import (
+    LLAMA,
+    TREES,
+    executor,
+    gpu_problem,
+    grow,
+    loaded,
+    planner,
+    run,
+)
 
 # The kernels' float32 sums in another order, exp2 and log2 of the GPU's special function unit.
 LSE_TOLERANCE = 2e-4

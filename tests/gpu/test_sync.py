@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.gpu.support import TREES, executor, gpu_problem, planner
+from tests.support.gpu_problems import TREES, executor, gpu_problem, planner
 
 BUSY_CYCLES = 2_000_000_000  # about a second: longer than any step's host time
 

@@ -13,7 +13,7 @@ from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCuda
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sgl_prefix_attn import plugin
+from sgl_prefix_attn.plugin import entry_point
 from tests.sglang.fake_server import HKV, HQ, D
 
 MIB = 2**20
@@ -80,7 +80,7 @@ class GraphRunner(DecodeCudaGraphRunner):
     """Runner of a tests.sglang.fake_server.Server with graphs of the given batch sizes."""
 
     def __init__(self, server, sizes=(1, 2, 4), mode=ForwardMode.DECODE):
-        plugin.register()
+        entry_point.register()
         HookRegistry.apply_hooks()
         self.server, self.keys = server, []  # keys: every one that was made
         self.options = {}  # what the model passes to attention

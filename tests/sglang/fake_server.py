@@ -6,10 +6,10 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sgl_prefix_attn import backend as backend_module
-from sgl_prefix_attn.backend import PrefixAttnBackend
-from sgl_prefix_attn.envs import Settings
-from tests.cpu.fake_sglang import World
+from sgl_prefix_attn.engine import backend as backend_module
+from sgl_prefix_attn.engine.backend import PrefixAttnBackend
+from sgl_prefix_attn.settings import Settings
+from tests.support.fake_sglang import World
 
 HQ, HKV, D = 4, 2, 8
 PLAIN_SERVER = {
@@ -101,7 +101,6 @@ class Server:
                 **PLAIN_SERVER,
             ),
         )
-        monkeypatch.setattr(backend_module, "verify_applied", lambda: None)
         monkeypatch.setattr(backend_module, "create_stock", lambda runner: self.stock)
         self.backend = PrefixAttnBackend(runner, settings)
         self._trace_prefix_kernels(self.backend._executor)
@@ -144,7 +143,7 @@ class Server:
         return q, out
 
     def expected(self, q, batch):
-        from sgl_prefix_attn.reference import full_attention
+        from sgl_prefix_attn.execute.reference import full_attention
 
         pool = self.runner.token_to_kv_pool
         out, _ = full_attention(

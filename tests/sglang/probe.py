@@ -17,10 +17,11 @@ import numpy as np
 def register():
     steps, fault_file = os.environ.get("PROBE_STEPS"), os.environ.get("PROBE_FAULT")
     if steps and fault_file:
-        from sgl_prefix_attn import execution, stepstate
+        from sgl_prefix_attn.engine import build
+        from sgl_prefix_attn.step import preparer
 
-        _record_steps(stepstate, Path(steps), Path(fault_file))
-        _plant_faults(stepstate, execution, Path(fault_file))
+        _record_steps(preparer, Path(steps), Path(fault_file))
+        _plant_faults(preparer, build, Path(fault_file))
         if os.environ.get("PROBE_LORA_LABELS"):
             _capture_lora_labels()
 
@@ -41,15 +42,15 @@ def _read(path: Path) -> str:
     return path.read_text().strip() if path.exists() else ""
 
 
-def _record_steps(stepstate, steps: Path, fault_file: Path):
-    prepare = stepstate.StepPreparer.prepare
-    is_remapped = stepstate.PlanLifetime._is_remapped
+def _record_steps(preparer, steps: Path, fault_file: Path):
+    prepare = preparer.StepPreparer.prepare
+    is_remapped = preparer.PlanLifetime._is_remapped
 
     def noted_is_remapped(self, reqs):
         self.probe_read = True
         return is_remapped(self, reqs)
 
-    stepstate.PlanLifetime._is_remapped = noted_is_remapped
+    preparer.PlanLifetime._is_remapped = noted_is_remapped
     nth_step = {}
 
     def recorded(self, reqs, tree_cache, seq_lens, req_to_token):
@@ -89,7 +90,7 @@ def _record_steps(stepstate, steps: Path, fault_file: Path):
             out.write(json.dumps(record) + "\n")
         return step
 
-    stepstate.StepPreparer.prepare = recorded
+    preparer.StepPreparer.prepare = recorded
 
 
 def _rank() -> int:
@@ -119,10 +120,10 @@ def _within(bounds: list[str], nth: int) -> bool:
     return int(bounds[0]) <= nth < int(bounds[1])
 
 
-def _plant_faults(stepstate, execution, fault_file: Path):
-    read_paths, plan = stepstate.read_paths, execution.Planner.plan
-    load, append = execution.PlanExecutor.load, execution.PlanExecutor.append
-    stale, init = stepstate.PlanLifetime.stale, stepstate.StepPreparer.__init__
+def _plant_faults(preparer, build, fault_file: Path):
+    read_paths, plan = preparer.read_paths, build.Planner.plan
+    load, append = build.PlanExecutor.load, build.PlanExecutor.append
+    stale, init = preparer.PlanLifetime.stale, preparer.StepPreparer.__init__
     nth_plan = {}
 
     def faulty_read_paths(*args):
@@ -163,12 +164,12 @@ def _plant_faults(stepstate, execution, fault_file: Path):
 
         init(self, *args, agree=faulty_agree, **kwargs)
 
-    stepstate.PlanLifetime.stale = faulty_stale
-    stepstate.StepPreparer.__init__ = faulty_init
-    stepstate.read_paths = faulty_read_paths
-    execution.Planner.plan = faulty_plan
-    execution.PlanExecutor.load = poisoned_load
-    execution.PlanExecutor.append = faulty_append
+    preparer.PlanLifetime.stale = faulty_stale
+    preparer.StepPreparer.__init__ = faulty_init
+    preparer.read_paths = faulty_read_paths
+    build.Planner.plan = faulty_plan
+    build.PlanExecutor.load = poisoned_load
+    build.PlanExecutor.append = faulty_append
 
 
 def _drop_shared_node(plan) -> np.ndarray:

@@ -10,13 +10,13 @@ import torch
 from prometheus_client import CollectorRegistry
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sgl_prefix_attn.envs import Settings
+from sgl_prefix_attn.engine.counters_of import counters_of
 from sgl_prefix_attn.metrics.counters import KvSize
 from sgl_prefix_attn.metrics.exporter import PrometheusExporter
-from sgl_prefix_attn.metrics.runner import counters_of
 from sgl_prefix_attn.records import Decision
-from tests.cpu.fake_sglang import HiRadixCache
+from sgl_prefix_attn.settings import Settings
 from tests.sglang.fake_server import HKV, HQ, D, Server
+from tests.support.fake_sglang import HiRadixCache
 
 
 @pytest.fixture
@@ -194,7 +194,9 @@ def test_a_prefill_in_between_is_part_of_no_steps_time(server):
 
 def test_rank_0_logs_with_the_size_of_its_own_kv(server, monkeypatch):
     size = []
-    monkeypatch.setattr("sgl_prefix_attn.metrics.runner.DecodeLog", lambda *args: size.append(args))
+    monkeypatch.setattr(
+        "sgl_prefix_attn.engine.counters_of.DecodeLog", lambda *args: size.append(args)
+    )
     counters_of(server.runner)
     server.runner.ps.tp_rank = 1
     assert counters_of(server.runner).decode_log is None

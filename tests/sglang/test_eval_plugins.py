@@ -10,10 +10,10 @@ import pytest
 from eval.bench_engine import host_times
 from eval.engine_process import environment, make_site, plugin_names
 from eval.provenance import ROOT
-from sgl_prefix_attn.backend import PrefixAttnBackend
-from sgl_prefix_attn.envs import Settings
-from sgl_prefix_attn.stepstate import StepPreparer
-from sgl_prefix_attn.variants import GraphVariants
+from sgl_prefix_attn.engine.backend import PrefixAttnBackend
+from sgl_prefix_attn.engine.graph_variants import GraphVariants
+from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.step.preparer import StepPreparer
 from tests.sglang.fake_graph_runner import MIB, GraphRunner, assert_prefix
 from tests.sglang.fake_server import Server
 

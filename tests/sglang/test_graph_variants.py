@@ -9,8 +9,7 @@ from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner.shape_key import ShapeKey
 
-from sgl_prefix_attn.envs import Settings
-from tests.cpu.fake_sglang import HiRadixCache
+from sgl_prefix_attn.settings import Settings
 from tests.sglang.fake_graph_runner import (
     LIMIT,
     MIB,
@@ -22,6 +21,7 @@ from tests.sglang.fake_graph_runner import (
     step,
 )
 from tests.sglang.fake_server import HQ, Server
+from tests.support.fake_sglang import HiRadixCache
 
 OTHER_TREE = HiRadixCache()  # makes a step stock
 

@@ -7,7 +7,7 @@ from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.server_args import ServerArgs
 
-from sgl_prefix_attn.modelinfo import model_facts, unsupported_server
+from sgl_prefix_attn.engine.model_facts import model_facts, unsupported_server
 from tests.sglang.fake_server import HKV, HQ, PLAIN_SERVER, D, Server
 
 

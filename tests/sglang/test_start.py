@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import pytest
 from sglang.srt.configs.model_config import AttentionArch
 
-from sgl_prefix_attn import patches, plugin
 from sgl_prefix_attn.patches import server_arguments
+from sgl_prefix_attn.plugin import entry_point, hooks, versions
 from tests.sglang.engine import Config, plain
+
+RELEASE = versions.installed()
 
 
 def runner(**model):
@@ -38,7 +40,7 @@ def test_a_bad_environment_value_stops_the_server(engines, name, value, allowed)
 )
 def test_unsupported_models_are_refused_by_name(model, kind):
     with pytest.raises(ValueError, match=f"SomeModel.*{kind}.*supported are decoder-only models"):
-        plugin.create(runner(**model))
+        entry_point.create(runner(**model))
 
 
 @pytest.mark.parametrize("backends", [("prefix", "prefix"), ("fa3", "prefix"), ("fa3", "fa3")])
@@ -55,11 +57,11 @@ def test_they_are_refused_with_the_arguments_when_the_backend_is_asked_for(backe
 
 
 def test_another_sglang_is_refused_and_gets_no_hooks(monkeypatch):
-    monkeypatch.setattr(plugin.metadata, "version", lambda name: "0.5.99")
+    monkeypatch.setattr(versions.metadata, "version", lambda name: "0.5.99")
     with pytest.raises(RuntimeError, match=r"SGLang 0\.5\.99 is installed, supported is 0\.5\.17"):
-        plugin.create(runner())
-    monkeypatch.setattr(plugin.metadata, "version", lambda name: "0.5.17+cu130")
-    assert plugin.version_problem() is None
+        entry_point.create(runner())
+    monkeypatch.setattr(versions.metadata, "version", lambda name: "0.5.17+cu130")
+    assert versions.problem() is None
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,7 @@ def test_on_hopper_the_faster_prefill_is_named(monkeypatch, hopper, names, advis
     )
     args = SimpleNamespace(**backends | {"speculative_algorithm": None} | names)
     args.get_attention_backends = lambda: ServerArgs.get_attention_backends(args)
-    advice = plugin.prefill_advice(args)
+    advice = entry_point.prefill_advice(args)
     wanted = "--prefill-attention-backend fa3 --decode-attention-backend prefix"
     assert advice.endswith(wanted) if advised else advice is None
 
@@ -89,23 +91,23 @@ def test_on_hopper_the_faster_prefill_is_named(monkeypatch, hopper, names, advis
 def test_a_hook_that_sglang_did_not_apply_is_named():
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    targets = [patch.TARGET for patch in patches.PATCHES]
-    if patches.missing() == targets:  # no other test of this process has applied them
+    targets = [hooks.load(name).TARGET for name in RELEASE.hooks]
+    if hooks.missing(RELEASE) == targets:  # no other test of this process has applied them
         with pytest.raises(RuntimeError) as error:
-            patches.verify_applied()
+            hooks.verify_applied(RELEASE)
         assert all(target in str(error.value) for target in targets)
         assert "SGLang 0.5.17" in str(error.value) and "SGLANG_PLUGINS" in str(error.value)
-    plugin.register()
-    plugin.register()
+    entry_point.register()
+    entry_point.register()
     HookRegistry.apply_hooks()
-    patches.verify_applied()
+    hooks.verify_applied(RELEASE)
 
 
 def test_registration_offers_the_backend_once():
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
 
-    plugin.register()
-    plugin.register()
+    entry_point.register()
+    entry_point.register()
     assert ATTENTION_BACKEND_CHOICES.count("prefix") == 1
-    assert ATTENTION_BACKENDS["prefix"] is plugin.create
+    assert ATTENTION_BACKENDS["prefix"] is entry_point.create

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from sgl_prefix_attn.policy import STOCK_STEPS
+from sgl_prefix_attn.step.policy import STOCK_STEPS
 from tests.sglang.engine import PREFIX, STOCK, Config, plain
 
 pytestmark = pytest.mark.engine

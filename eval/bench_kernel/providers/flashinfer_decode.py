@@ -6,7 +6,7 @@ import torch
 
 from eval.bench_kernel.case import Case
 from eval.bench_kernel.providers.base import BaseProvider
-from sgl_prefix_attn.calibration.measure import tensor_cores
+from sgl_prefix_attn.calibrate.measure import tensor_cores
 
 _WORKSPACE_BYTES = 2 << 30
 

@@ -1,1 +1,0 @@
-"""Kernels and the word layout they share with the planner; import nothing of the package."""

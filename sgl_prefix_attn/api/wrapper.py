@@ -1,0 +1,226 @@
+"""The library API: prefix-aware decode attention in plan/run manner, without SGLang."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import numpy as np
+import torch
+
+from sgl_prefix_attn.api import argument_checks as checks
+from sgl_prefix_attn.execute.executor import Capacity, PlanExecutor
+from sgl_prefix_attn.execute.lse import Lse
+from sgl_prefix_attn.paths import block_table as bt
+from sgl_prefix_attn.plan import Planner
+from sgl_prefix_attn.plan.tile_defaults import default_tile_set
+from sgl_prefix_attn.predict.startup import default_costs
+from sgl_prefix_attn.records import HeadConfig, PathTable, Plan
+
+
+class PrefixDecodeWrapper:
+    """Decode attention that reads KV shared by several requests once.
+
+        wrapper = PrefixDecodeWrapper(32, 8, 128, device="cuda", dtype=torch.bfloat16)
+        wrapper.plan(paths, seq_lens, req_to_token, req_pool_indices)
+        for layer in layers:
+            out = wrapper.run(q, (k_cache, v_cache))
+        wrapper.append(out_cache_loc)       # the next step: every request one token longer
+
+    A plan serves every layer. `plan` copies the KV slots; later changes of req_to_token do not
+    reach it. plan() allocates workspace when it must grow, so plan the largest step before
+    capturing run() and append() in a CUDA graph: later plans that fit reuse the same addresses.
+    """
+
+    def __init__(
+        self,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        page_size: int = 1,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        strategy: str = "calibrated",
+        sm_scale: float | None = None,
+        logits_soft_cap: float = 0.0,
+    ):
+        """sm_scale defaults to head_dim ** -0.5; logits_soft_cap 0 means none.
+
+        Raises ValueError naming the argument: heads that do not divide, head_dim outside 16-256,
+        page_size below 1, a GPU that is not there, dtype other than float16/bfloat16 (or float32 on
+        a CPU), unknown strategy.
+        """
+        self.heads = HeadConfig(num_qo_heads, num_kv_heads, head_dim)
+        self.device = torch.device(device)
+        checks.wrapper_arguments(head_dim, page_size, self.device, dtype, logits_soft_cap)
+        _check_present(self.device)
+        self.page_size = page_size
+        self.dtype = dtype
+        self.sm_scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
+        self.logits_soft_cap = float(logits_soft_cap)
+        self._tile_set = default_tile_set(self.device, self.heads)
+        self._planner = Planner(
+            self.heads,
+            tile_set=self._tile_set,
+            strategy=strategy,
+            costs=default_costs(self.device, self.heads, dtype, page_size),
+        )
+        self._executor: PlanExecutor | None = None
+        self._plan: Plan | None = None
+        self._seq_lens: torch.Tensor | None = None
+        self._appended = 0
+
+    def plan(
+        self,
+        paths: Sequence[Sequence[tuple[int, int]]],
+        seq_lens: torch.Tensor | Sequence[int],
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor | Sequence[int],
+    ) -> None:
+        """Plan a decode step from known prefix paths.
+
+        paths             per request, root first, (node_id, length) of the nodes on its path; two
+                          requests with the same leading nodes share those KV slots
+        seq_lens          [B] KV tokens of each request, the token being decoded included
+        req_to_token      [R, C] KV slot of every position of every row
+        req_pool_indices  [B] row of each request
+
+        Raises ValueError naming argument and row: an empty batch, shapes that do not agree, a path
+        not shorter than its request, a path that contradicts another's (the same node with another
+        length or parent), rows or slots out of range.
+        """
+        lengths = checks.lengths(seq_lens)
+        table = checks.path_table(paths, lengths)
+        pool = checks.pool_indices(req_pool_indices, lengths, req_to_token)
+        self._load(table, "req_to_token", req_to_token, pool)
+
+    def plan_block_table(
+        self, block_table: torch.Tensor, seq_lens: torch.Tensor | Sequence[int]
+    ) -> None:
+        """Plan a decode step from a block table alone: equal leading pages are shared prefixes.
+
+        block_table [B, pages] of page numbers (KV slots where page_size is 1); entries behind a
+        request's last page are ignored. A request's last page stays private, whatever it equals.
+        Raises ValueError naming argument and row.
+        """
+        lengths = checks.lengths(seq_lens)
+        checks.block_table(block_table, lengths, self.page_size)
+        pages = block_table.cpu().numpy()
+        table = bt.shared_paths(pages, lengths, self.page_size)
+        slots = bt.token_slots(block_table, self.page_size)
+        self._load(table, "block_table", slots, torch.arange(lengths.size, device=self.device))
+
+    def append(self, out_cache_loc: torch.Tensor) -> None:
+        """Every request one token longer, at slot out_cache_loc [B]; the plan stays.
+
+        Raises RuntimeError when the plan's headroom is full: plan again. ValueError naming
+        out_cache_loc for a wrong shape or dtype and, where it is in host memory, a negative slot.
+        """
+        plan = self._planned()
+        largest = checks.append_slots(out_cache_loc, plan.batch_size)
+        if self._appended >= plan.appends_left:
+            raise RuntimeError(
+                f"the plan's headroom of {plan.appends_left} tokens is full: call plan() again"
+            )
+        self._max_slot = max(self._max_slot, largest)
+        self._seq_lens += 1
+        self._appended += 1
+        self._executor.append(self._seq_lens, out_cache_loc.to(self.device))
+
+    def run(
+        self,
+        q: torch.Tensor,
+        kv_cache: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, Lse]:
+        """Attention of one layer: q [B, Hq, D], kv_cache = (k, v), each [slots, Hkv, D].
+
+        Returns out [B, Hq, D] (the given one, if given) and, with return_lse, an Lse [B, Hq].
+        Raises ValueError naming the argument for shapes, dtypes or devices that do not fit the
+        plan, RuntimeError before plan().
+        """
+        plan = self._planned()
+        k_cache, v_cache = checks.run_tensors(
+            q, kv_cache, out, self.heads, self.dtype, self.device, plan.batch_size, self._max_slot
+        )
+        if out is None:
+            out = torch.empty_like(q)
+        lse = None
+        if return_lse:
+            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        self._executor.run(
+            q,
+            k_cache,
+            v_cache,
+            self._seq_lens,
+            out,
+            sm_scale=self.sm_scale,
+            logits_soft_cap=self.logits_soft_cap,
+            out_lse=lse,
+        )
+        return (out, Lse(lse, "2")) if return_lse else out
+
+    def explain(self) -> dict:
+        """The current plan as plain data: statistics, and each pack's queries and KV positions."""
+        plan = self._planned()
+        packs, offset = plan.packs, plan.packs.query_offset
+        return {
+            "strategy": self._planner.strategy,
+            "batch_size": plan.batch_size,
+            "appended": self._appended,
+            **asdict(plan.stats),
+            "packs": [
+                {
+                    "queries": packs.queries[offset[i] : offset[i + 1]].tolist(),
+                    "kv_start": int(packs.kv_start[i]),
+                    "kv_end": int(packs.kv_end[i]) + (self._appended if packs.tail[i] >= 0 else 0),
+                    "grows": bool(packs.tail[i] >= 0),
+                }
+                for i in range(packs.kv_start.size)
+            ],
+        }
+
+    def _planned(self) -> Plan:
+        if self._plan is None:
+            raise RuntimeError("no plan yet: call plan() or plan_block_table() first")
+        return self._plan
+
+    def _load(
+        self, table: PathTable, name: str, req_to_token: torch.Tensor, pool: torch.Tensor
+    ) -> None:
+        """Plan and load; `name` is the caller's argument that req_to_token [R, C] came from."""
+        plan = self._planner.plan(table)
+        checks.slots_agree(plan, req_to_token, pool)
+        self._max_slot = checks.max_slot(name, req_to_token, pool, plan.seq_lens)
+        if self._executor is None or not self._executor.capacity.covers(plan):
+            need = Capacity.for_plans(plan)
+            have = self._executor.capacity if self._executor else Capacity(1, 1, 1)
+            self._executor = PlanExecutor(
+                self.heads,
+                device=self.device,
+                dtype=self.dtype,
+                tile_set=self._tile_set,
+                capacity=have.grown_to(need),
+            )
+            self._seq_lens = None
+        req_to_token = req_to_token.to(self.device, torch.int32)
+        self._executor.load(plan, req_to_token, pool.to(self.device))
+        lengths = torch.from_numpy(np.ascontiguousarray(plan.seq_lens)).to(self.device)
+        if self._seq_lens is not None and self._seq_lens.numel() >= lengths.numel():
+            self._seq_lens[: lengths.numel()] = lengths  # same address: graphs may hold it
+        else:
+            self._seq_lens = lengths
+        self._plan, self._appended = plan, 0
+
+
+def _check_present(device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= count:
+        gpus = "no CUDA GPU" if count == 0 else f"cuda:0 to cuda:{count - 1}"
+        raise ValueError(
+            f"device is {str(device)!r}, but torch {torch.__version__} sees {gpus}; a CPU is 'cpu'"
+        )

@@ -1,0 +1,4 @@
+"""What `sgl-prefix-attn calibrate` runs: batches, measuring, fitting.
+
+rates, batches -> measure -> samples -> fit -> Calibration    (procedure.py)
+"""

@@ -1,0 +1,199 @@
+"""A calibration from start to end: rates, measured batches, cross-validated fit.
+
+Measuring needs a GPU and leaves a samples file; fitting needs that file alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from sgl_prefix_attn.calibrate import fit, samples
+from sgl_prefix_attn.calibrate.batches import MAX_BATCH, Batch, draw
+from sgl_prefix_attn.calibrate.rates import MAX_QUERIES, check_plausible, measure_rates
+from sgl_prefix_attn.calibrate.samples import Sample, Task
+from sgl_prefix_attn.plan import CostModel, Planner
+from sgl_prefix_attn.plan.costs import GpuRates
+from sgl_prefix_attn.plan.tile_defaults import gpu_tile_set
+from sgl_prefix_attn.predict import time_model
+from sgl_prefix_attn.predict.codec import CalibrationError
+from sgl_prefix_attn.predict.record import Calibration, Origin
+from sgl_prefix_attn.predict.stock_work import StockWork, stock_work
+from sgl_prefix_attn.records import PlanWork
+
+MIN_SAMPLES = 40
+
+
+def measure(
+    task: Task,
+    path: Path,
+    new_meter: Callable,
+    *,
+    fresh: bool = False,
+    say: Callable[[str], None] = print,
+    progress: Callable[[int], None] = lambda done: None,
+) -> None:
+    """Fill the samples file; what an earlier run of the same task left there is kept.
+
+    new_meter  (planner, most requests) -> measure.BatchMeter
+    say        gets messages, progress the number of batches done
+    Raises RuntimeError where a kernel is wrong or a rate implausible.
+    """
+    earlier = None if fresh else _earlier(task, path, say)
+    if earlier is None:
+        rates, rows = _measure_rates(task, new_meter), {}
+        samples.start(path, task, rates)
+    else:
+        samples.drop_torn_line(path, earlier)
+        rates, rows = earlier.rates, {row.index: row for row in earlier.rows}
+        say(f"{len(rows)} of {task.count} batches are in {path} already")
+    say(f"rates: {rates}")
+    meter = None
+    for index, batch in enumerate(_batches(task)):
+        if index in rows:
+            rows[index].check(batch)
+        else:
+            meter = meter or new_meter(_planner(task, rates), MAX_BATCH)
+            us = meter.measure(batch)
+            sample = Sample(index, batch.size, batch.tokens, us.stock_us, us.prefix_us)
+            samples.append(path, sample)
+        progress(index + 1)
+
+
+def _earlier(task: Task, path: Path, say: Callable[[str], None]) -> samples.Samples | None:
+    if not path.exists():
+        return None
+    try:
+        earlier = samples.read(path)
+    except CalibrationError as error:
+        say(f"starting afresh: {error}")
+        return None
+    if earlier.task != task:
+        say(f"starting afresh: {path} holds samples of {earlier.task}")
+        return None
+    return earlier
+
+
+def _measure_rates(task: Task, new_meter: Callable) -> GpuRates:
+    """In a scope of its own: its meter's memory is free again before the next one is made."""
+    key = task.key
+    planner = Planner(
+        key.heads,
+        tile_set=gpu_tile_set(task.num_sms, key.heads),
+        strategy="naive",
+        costs=CostModel.for_gpu(key.gpu, key.heads, key.kv_bytes),
+    )
+    meter = new_meter(planner, MAX_QUERIES)
+    rates = measure_rates(
+        meter, planner, task.num_sms, key.kv_bytes, task.pool_tokens, key.page_size
+    )
+    check_plausible(rates, key.gpu)
+    return rates
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Batches with the work that they are for either kernel, and their microseconds [n]."""
+
+    task: Task
+    date: str
+    rates: GpuRates
+    batches: list[Batch]
+    stock_works: list[StockWork]
+    prefix_works: list[PlanWork]
+    stock_us: np.ndarray
+    prefix_us: np.ndarray
+
+    @property
+    def costs(self) -> CostModel:
+        return CostModel.from_rates(self.rates, self.task.key.heads, self.task.key.kv_bytes)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Predicted microseconds [n] of batches that the fit had not seen."""
+
+    stock_us: np.ndarray
+    prefix_us: np.ndarray
+
+
+def read_measured(path: Path) -> Measured:
+    """Raises CalibrationError: unusable file, too few samples, batches that are drawn otherwise."""
+    file = samples.read(path)
+    if len(file.rows) < MIN_SAMPLES:
+        raise CalibrationError(f"{path}: {len(file.rows)} samples, a fit needs {MIN_SAMPLES}")
+    task, drawn = file.task, _batches(file.task)
+    batches = []
+    for row in file.rows:
+        if not 0 <= row.index < task.count:
+            raise CalibrationError(f"{path}: batch {row.index} of {task.count}")
+        row.check(drawn[row.index])
+        batches.append(drawn[row.index])
+    planner, heads = _planner(task, file.rates), task.key.heads
+    return Measured(
+        task=task,
+        date=file.date,
+        rates=file.rates,
+        batches=batches,
+        stock_works=[
+            stock_work(b.paths.seq_lens, b.unique_tokens, task.num_sms, heads.num_kv_heads)
+            for b in batches
+        ],
+        prefix_works=[planner.plan(b.paths).work for b in batches],
+        stock_us=np.array([row.stock_us for row in file.rows]),
+        prefix_us=np.array([row.prefix_us for row in file.rows]),
+    )
+
+
+def hold_out(measured: Measured) -> HeldOut:
+    """Each batch predicted by the models that are fitted without it."""
+    m = measured
+    stock = fit.cross_validate(
+        fit.fit_stock, time_model.predict_stock, m.stock_works, m.stock_us, m.costs
+    )
+    prefix = fit.cross_validate(
+        fit.fit_prefix, time_model.predict_prefix, m.prefix_works, m.prefix_us, m.costs
+    )
+    return HeldOut(stock, prefix)
+
+
+def finish(measured: Measured, held_out: HeldOut) -> Calibration:
+    """The final fit, over all batches, with the errors of those before."""
+    m = measured
+    return Calibration(
+        key=m.task.key,
+        versions=m.task.versions,
+        num_sms=m.task.num_sms,
+        rates=m.rates,
+        stock=fit.fit_stock(m.stock_works, m.stock_us, m.costs),
+        prefix=fit.fit_prefix(m.prefix_works, m.prefix_us, m.costs),
+        samples=len(m.batches),
+        errors={
+            "stock": fit.log_rms(held_out.stock_us, m.stock_us),
+            "prefix": fit.log_rms(held_out.prefix_us, m.prefix_us),
+        },
+        origin=Origin(m.task.seed, m.task.count, m.task.pool_tokens, m.date),
+        source="measured",
+    )
+
+
+def fit_samples(path: Path) -> Calibration:
+    """A calibration from a samples file; needs no GPU. Raises CalibrationError."""
+    measured = read_measured(path)
+    return finish(measured, hold_out(measured))
+
+
+def _batches(task: Task) -> list[Batch]:
+    return draw(task.seed, task.count, task.pool_tokens, task.key.page_size)
+
+
+def _planner(task: Task, rates: GpuRates) -> Planner:
+    key = task.key
+    return Planner(
+        key.heads,
+        tile_set=gpu_tile_set(task.num_sms, key.heads),
+        costs=CostModel.from_rates(rates, key.heads, key.kv_bytes),
+    )

@@ -1,0 +1,173 @@
+"""What `doctor` looks at: this machine and this installation, read in one place."""
+
+import importlib
+import os
+import pkgutil
+import shutil
+import sys
+from dataclasses import dataclass, field
+from importlib import metadata
+
+PACKAGES = ("sgl-prefix-attn", "sglang", "torch", "triton", "flashinfer-python", "numba", "numpy")
+GENERAL_GROUP = "sglang.srt.plugins"
+PLATFORM_GROUP = "sglang.srt.platforms"
+_PREFIXES = ("SGLANG_", "SGL_PREFIX_ATTN_")
+
+
+@dataclass(frozen=True)
+class EntryPoint:
+    name: str
+    value: str
+    dist: str
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One patched place in SGLang; `error` says why it does not resolve, empty if it does."""
+
+    module: str
+    target: str
+    why: str
+    error: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """`versions` holds None for what is not installed; `arch` is the first GPU's (major, minor).
+
+    `unmet`: of `versions` those that the installed SGLang does not accept, with what it requires.
+    `env` has the variables of SGLang and the plugin, and CC.
+    `calibration`: what a server with 32/8 heads would find, and its source; "" without a GPU.
+    """
+
+    python: tuple[int, int]
+    env: dict[str, str]
+    versions: dict[str, str | None]
+    unmet: dict[str, str] = field(default_factory=dict)
+    supported_sglang: tuple[str, ...] = ()
+    plugin_error: str = ""
+    plugins: tuple[EntryPoint, ...] = ()
+    platforms: tuple[EntryPoint, ...] = ()
+    hooks: tuple[Hook, ...] = ()
+    gpu: str = ""
+    arch: tuple[int, int] | None = None
+    compiler: str = ""
+    calibration: str = ""
+    calibration_source: str = ""
+
+
+def gather() -> Facts:
+    """Read everything. Imports torch, sglang and the patches, so it takes some seconds."""
+    gpu, arch = _gpu()
+    supported, plugin_error = _supported_sglang()
+    calibration, calibration_source = _calibration() if gpu else ("", "")
+    versions = {name: _version(name) for name in PACKAGES}
+    return Facts(
+        python=sys.version_info[:2],
+        env={k: v for k, v in os.environ.items() if k == "CC" or k.startswith(_PREFIXES)},
+        versions=versions,
+        unmet=_unmet(versions),
+        supported_sglang=supported,
+        plugin_error=plugin_error,
+        plugins=_entry_points(GENERAL_GROUP),
+        platforms=_entry_points(PLATFORM_GROUP),
+        hooks=tuple(_hooks()),
+        gpu=gpu,
+        arch=arch,
+        compiler=_compiler(),
+        calibration=calibration,
+        calibration_source=calibration_source,
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _unmet(versions: dict[str, str | None]) -> dict[str, str]:
+    """SGLang's requirements of packages in `versions` that these do not meet."""
+    if versions["sglang"] is None:
+        return {}
+    from packaging.requirements import Requirement  # SGLang requires it
+    from packaging.utils import canonicalize_name
+
+    unmet = {}
+    for requirement in map(Requirement, metadata.requires("sglang") or ()):
+        name = canonicalize_name(requirement.name)
+        version = versions.get(name)
+        needed = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if version and needed and not requirement.specifier.contains(version, prereleases=True):
+            unmet[name] = str(requirement.specifier)
+    return unmet
+
+
+def _compiler() -> str:
+    """The C compiler that Triton would call, or "": $CC as it is, without it gcc or clang."""
+    cc = os.environ.get("CC")
+    candidates = ("gcc", "clang") if cc is None else (cc,)
+    return next((path for path in map(shutil.which, candidates) if path), "")
+
+
+def _entry_points(group: str) -> tuple[EntryPoint, ...]:
+    found = metadata.entry_points(group=group)
+    return tuple(EntryPoint(e.name, e.value, e.dist.name if e.dist else "?") for e in found)
+
+
+def _gpu() -> tuple[str, tuple[int, int] | None]:
+    try:
+        import torch
+    except Exception:  # the versions check names a torch that is missing or broken
+        return "", None
+    if not torch.cuda.is_available():
+        return "", None
+    return torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
+
+
+def _calibration() -> tuple[str, str]:
+    """(message, source) for bfloat16 and 32/8 heads of 128; source "" says that looking failed."""
+    try:
+        import torch
+
+        from sgl_prefix_attn.predict import startup, store
+        from sgl_prefix_attn.records import HeadConfig
+
+        key = startup.gpu_key(torch.device("cuda", 0), HeadConfig(32, 8, 128), torch.bfloat16, 1)
+        found = store.find(key, torch.cuda.get_device_properties(0).multi_processor_count)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", ""
+    return found.message, found.calibration.source
+
+
+def _supported_sglang() -> tuple[tuple[str, ...], str]:
+    """(supported versions, why the plugin module cannot be imported or "")."""
+    try:
+        from sgl_prefix_attn.plugin.versions import SUPPORTED
+    except Exception as error:
+        return (), f"{type(error).__name__}: {error}"
+    return SUPPORTED, ""
+
+
+def _hooks():
+    """Every (module, target) of sgl_prefix_attn.patches; a module without TARGET is no hook."""
+    import sgl_prefix_attn.patches as patches
+
+    for info in pkgutil.iter_modules(patches.__path__):
+        try:
+            module = importlib.import_module(f"{patches.__name__}.{info.name}")
+        except Exception as error:
+            yield Hook(info.name, "", "", f"{type(error).__name__}: {error}")
+            continue
+        targets = getattr(module, "TARGET", ())
+        for target in (targets,) if isinstance(targets, str) else targets:
+            yield Hook(info.name, target, module.WHY, _resolve_error(target))
+
+
+def _resolve_error(target: str) -> str:
+    try:
+        pkgutil.resolve_name(target)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

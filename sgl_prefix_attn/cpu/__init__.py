@@ -1,0 +1,1 @@
+"""A plain PyTorch platform for SGLang on machines without a GPU."""

@@ -1,0 +1,65 @@
+"""An SGLang platform for machines without a GPU: plain PyTorch on the CPU, no sgl_kernel.
+
+Opt-in: SGL_PREFIX_ATTN_CPU_PLATFORM=1. SGLang's own CPU engine needs sgl_kernel, an extra build;
+an out-of-tree platform selects the native forward of every layer instead. It never takes over a
+machine on which SGLang would choose another platform.
+
+SGLang calls `activate` in every process (entry point group `sglang.srt.platforms`).
+"""
+
+import os
+
+import torch
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import SRTPlatform
+
+from sgl_prefix_attn.settings import VARIABLES
+
+
+def is_requested() -> bool:
+    """Whether the environment opts in. Raises ValueError on a value other than 0 and 1."""
+    variable = next(v for v in VARIABLES if v.field == "cpu_platform")
+    return variable.read(os.environ)
+
+
+def other_platform() -> str | None:
+    """The platform SGLang would choose on this machine without us, or None."""
+    if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
+        return "SGLang's CPU engine (SGLANG_USE_CPU_ENGINE=1)"
+    if torch.cuda.is_available():
+        return "ROCm" if torch.version.hip else "CUDA"
+    if torch.xpu.is_available():
+        return "XPU"
+    return None
+
+
+def is_active() -> bool:
+    """Whether this process serves on this platform: asked for, and SGLang has no better one."""
+    return is_requested() and other_platform() is None
+
+
+def activate() -> str | None:
+    """SGLang's platform entry point: the class to use, or None to step aside."""
+    return f"{__name__}.{TorchCpuPlatform.__qualname__}" if is_active() else None
+
+
+class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """CPU device operations of SGLang, native forwards, host-side index helpers in torch."""
+
+    _enum = PlatformEnum.OOT  # MultiPlatformOp then chooses forward_native: no sgl_kernel needed
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    # SGLang asks for these classes after it is fully imported; at this module's import it is not.
+
+    def get_mha_kv_pool_cls(self) -> type:
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+        return MHATokenToKVPool
+
+    def get_paged_allocator_cls(self):
+        from sgl_prefix_attn.cpu.allocator import make_allocator
+
+        return make_allocator

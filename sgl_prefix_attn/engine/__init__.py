@@ -1,0 +1,1 @@
+"""The seams with SGLang: entry point, attention backend, graph variants, ranks."""

@@ -1,0 +1,292 @@
+"""`--attention-backend prefix`: SGLang's attention backend over the plan and its executor.
+
+Prefill, verify and stock decode steps go to a composed stock backend of SGLang; prefix decode
+steps run the plan. SGLang's three-method contract:
+
+    hook after ForwardBatch.init_new   observe                          decide and plan, on the host
+    before the graph (or eager)        init_forward_metadata_out_graph  upload a new plan
+    in the graph (or eager)            init_forward_metadata_in_graph   append this step's slots
+    every layer                        forward_decode                   write KV, run the plan
+
+A decode graph exists in two variants, stock and prefix (variants.py); the step's decision chooses.
+Batch state lives here and never on the ForwardBatch: graph replay passes a copy of it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+from sgl_prefix_attn.engine import model_facts
+from sgl_prefix_attn.engine.build import build, padding_plan
+from sgl_prefix_attn.engine.counters_of import counters_of
+from sgl_prefix_attn.engine.cross_check import check_layer
+from sgl_prefix_attn.engine.graph_variants import GraphVariants
+from sgl_prefix_attn.engine.ranks import agreement
+from sgl_prefix_attn.engine.runner_backend import find_backend
+from sgl_prefix_attn.metrics.counters import StepCounters
+from sgl_prefix_attn.predict.predictor import Predictor
+from sgl_prefix_attn.records import Decision
+from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.step import policy
+from sgl_prefix_attn.step.preparer import Step, StepPreparer
+
+logger = logging.getLogger(__name__)
+
+_UNOBSERVED = Step(Decision(policy.STOCK, "no_batch"))
+_CAPTURE = Decision(policy.PREFIX, "capture")
+
+
+def create_stock(runner) -> AttentionBackend:
+    """SGLang's own backend that this plugin composes: FlashInfer on a GPU, torch on a CPU."""
+    return ATTENTION_BACKENDS["torch_native" if runner.device == "cpu" else "flashinfer"](runner)
+
+
+class PrefixAttnBackend(AttentionBackend):
+    """Decode attention that reads every shared KV prefix once."""
+
+    def __init__(self, runner, settings: Settings):
+        super().__init__()
+        self.stock = create_stock(runner)
+        counters = counters_of(runner)
+        # SGLang reads the pools through the active backend.
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self._runner = runner
+        self._model_problem = policy.unsupported_model(model_facts.model_facts(runner))
+        planner = predictor = self._executor = self._padding = None
+        if self._model_problem is None:
+            built = build(runner, model_facts.head_config(runner), settings)
+            planner, self._executor = built.planner, built.executor
+            if built.calibration is not None:
+                predictor = Predictor(built.calibration)
+            self._padding = Step(_CAPTURE, padding_plan(planner))
+        else:
+            logger.warning(
+                "--attention-backend prefix: every step runs stock attention (%s)",
+                self._model_problem,
+            )
+        self.variants = GraphVariants(
+            0 if settings.policy == policy.STOCK else settings.max_variant_bs,
+            raise_failures=runner.ps.tp_size > 1,
+        )
+        self._steps = StepPreparer(
+            settings,
+            planner,
+            lambda plan: self._executor.capacity.covers(plan),
+            counters,
+            predictor=predictor,
+            graph_problem=self.variants.problem,
+            padded_size=self.variants.padded_size,
+            model_problem=self._model_problem,
+            agree=agreement(runner),
+        )
+        self._observed: Step | None = None
+        self._active: Step = _UNOBSERVED
+
+    # --- what the hooks call ---------------------------------------------------------------------
+
+    def observe(self, forward_batch, schedule_batch) -> None:
+        """Decide and plan the step that SGLang is about to run (after ForwardBatch.init_new)."""
+        self._observed, self._active = None, _UNOBSERVED
+        if not forward_batch.forward_mode.is_decode() or forward_batch.seq_lens_cpu is None:
+            self._steps.interrupt()
+            return
+        try:
+            self._observed = self._steps.prepare(
+                schedule_batch.reqs,
+                schedule_batch.tree_cache,
+                forward_batch.seq_lens_cpu.numpy(),
+                self.req_to_token_pool.req_to_token,
+            )
+        except Exception:
+            if self._runner.ps.tp_size > 1:
+                raise  # the other ranks would wait for this one's word
+            logger.exception("a decode step could not be prepared")
+            self._only_stock("internal_error")
+
+    @property
+    def counters(self) -> StepCounters:
+        """What this backend's decode steps did."""
+        return self._steps.counters
+
+    @property
+    def needs_eager_step(self) -> bool:
+        """Whether the observed step must not replay a graph."""
+        return self._observed is not None and self._observed.cross_check
+
+    @property
+    def can_run_prefix(self) -> bool:
+        """Whether any step of this model can run prefix kernels."""
+        return self._model_problem is None
+
+    @property
+    def graph_is_prefix(self) -> bool:
+        """Whether the graph of this step or capture holds prefix kernels.
+
+        SGLang asks before out_graph, about the observed step, and after it, about the active one.
+        """
+        return (self._observed or self._active).is_prefix
+
+    # --- SGLang's metadata contract --------------------------------------------------------------
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self._look_for_wrapper()
+        self.variants.reset()
+        self.stock.init_cuda_graph_state(max_bs, max_num_tokens)
+        if self._executor is not None:
+            # Nothing writes padding rows: they must hold finite numbers, because a model may take
+            # statistics over all rows (dynamic activation scales, expert routing).
+            heads = self._executor.heads
+            shape = (max_bs, heads.num_qo_heads, heads.head_dim)
+            self._graph_out = torch.zeros(
+                shape, dtype=self._runner.dtype, device=self._runner.device
+            )
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return self.stock.get_cuda_graph_seq_len_fill_value()
+
+    def on_after_cuda_graph_warmup(self) -> None:
+        self.stock.on_after_cuda_graph_warmup()
+
+    def init_forward_metadata(self, forward_batch) -> None:
+        """Eager entry point."""
+        self._look_for_wrapper()
+        step = self._take_step(forward_batch.forward_mode)
+        if not step.is_prefix or step.cross_check:
+            self.stock.init_forward_metadata(forward_batch)
+        if step.is_prefix:
+            try:
+                self._load(step, forward_batch)
+                self._append(forward_batch)
+            except Exception as error:
+                self._survive(error, forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch, in_capture: bool = False) -> None:
+        """Before capture or replay of a graph.
+
+        A stock graph keeps pointers into what the stock backend makes here for its capture, once a
+        size: the capture of the prefix graph must not come this way.
+        """
+        self._take_step(forward_batch.forward_mode)
+        if in_capture:
+            self._steps.lifetime.invalidate("capture")
+            self._active = self._padding if self.variants.capturing else _UNOBSERVED
+        if self._active.is_prefix:
+            self._load(self._active, forward_batch)
+        else:
+            self.stock.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+
+    def init_forward_metadata_in_graph(self, forward_batch) -> None:
+        if self._active.is_prefix:
+            self._append(forward_batch)
+        else:
+            self.stock.init_forward_metadata_in_graph(forward_batch)
+
+    # --- attention -------------------------------------------------------------------------------
+
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
+        return self.stock.forward_extend(
+            q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
+        )
+
+    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
+        """Attention of one layer: q [B, Hq * D], k and v [B, Hkv, D]; returns [B, Hq * D]."""
+        options = sorted(name for name, value in kwargs.items() if value is not None)
+        if options and self._active.is_prefix:
+            self._leave_prefix(f"layer_option:{options[0]}", forward_batch)
+        if not self._active.is_prefix:
+            return self.stock.forward_decode(
+                q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
+            )
+        if save_kv_cache and k is not None:
+            self.token_to_kv_pool.set_kv_buffer(
+                layer, KVWriteLoc(forward_batch.out_cache_loc), k, v
+            )
+        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        # One output for all layers of a graph: a layer's is consumed before the next writes it.
+        if self._active is self._padding:
+            out = self._graph_out[: len(q)]
+        else:
+            out = torch.empty_like(q)
+            batch_size = self._executor.plan.batch_size
+            if len(q) > batch_size:
+                out[batch_size:] = 0  # padding rows, as in init_cuda_graph_state
+        try:
+            self._executor.run(
+                q,
+                self.token_to_kv_pool.get_key_buffer(layer.layer_id),
+                self.token_to_kv_pool.get_value_buffer(layer.layer_id),
+                forward_batch.seq_lens,
+                out,
+                sm_scale=layer.scaling,
+                logits_soft_cap=layer.logit_cap,
+            )
+        except Exception as error:
+            self._survive(error, forward_batch)
+            return self._stock_over_written_kv(q, k, v, layer, forward_batch)
+        out = out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+        if self._active.cross_check:
+            self._cross_check(q, k, v, out, layer, forward_batch)
+        return out
+
+    # --- internals -------------------------------------------------------------------------------
+
+    def _take_step(self, forward_mode) -> Step:
+        """The observed step becomes the active one; each is used once."""
+        step = self._observed if forward_mode.is_decode() else None
+        self._observed = None
+        self._active = step or _UNOBSERVED
+        return self._active
+
+    def _load(self, step: Step, forward_batch) -> None:
+        if step.new_plan is not None:
+            self._executor.load(
+                step.new_plan,
+                self.req_to_token_pool.req_to_token,
+                forward_batch.req_pool_indices,
+            )
+
+    def _append(self, forward_batch) -> None:
+        self._executor.append(forward_batch.seq_lens, forward_batch.out_cache_loc)
+
+    def _survive(self, error: Exception, forward_batch) -> None:
+        """After kernels that could not be compiled or launched in an eager step: stock from here
+        on. Raises the error in a capture (variants.py sees to it), where the CUDA context is lost,
+        and where other ranks would go on with prefix kernels."""
+        capturing = self._active is self._padding
+        if capturing or self._runner.ps.tp_size > 1 or isinstance(error, torch.AcceleratorError):
+            raise error
+        logger.error("prefix kernels failed: %s", error, exc_info=error)
+        self._leave_prefix("kernel_error", forward_batch)
+
+    def _leave_prefix(self, reason: str, forward_batch) -> None:
+        """In the middle of a prefix step: stock, from here on."""
+        self._only_stock(reason)
+        if self._active is not self._padding:
+            # In a capture the stock graph of the same size has just left its metadata in place.
+            self.stock.init_forward_metadata(forward_batch)
+        self._active = _UNOBSERVED
+
+    def _look_for_wrapper(self) -> None:
+        """Behind a wrapper that the hook cannot look through no batch ever reaches us."""
+        if self._model_problem is None and find_backend(self._runner) is not self:
+            self._only_stock("wrapped_backend")
+
+    def _only_stock(self, reason: str) -> None:
+        logger.warning("--attention-backend prefix: all steps run stock attention (%s)", reason)
+        self._model_problem = reason
+        self._steps.only_stock(reason)
+
+    def _cross_check(self, q, k, v, out, layer, forward_batch) -> None:
+        expected = self._stock_over_written_kv(q, k, v, layer, forward_batch)
+        check_layer(layer.layer_id, out, expected, self.counters)
+
+    def _stock_over_written_kv(self, q, k, v, layer, forward_batch):
+        """Stock attention of a layer whose k and v are in the pool already; q [B, Hq, D]."""
+        flat = q.reshape(len(q), -1)
+        return self.stock.forward_decode(flat, k, v, layer, forward_batch, save_kv_cache=False)

@@ -1,0 +1,76 @@
+"""Planner and executor of a server: sized once for the largest batch that SGLang may run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sgl_prefix_attn.engine.ranks import cpu_group
+from sgl_prefix_attn.execute.executor import Capacity, PlanExecutor
+from sgl_prefix_attn.plan import Planner
+from sgl_prefix_attn.plan.tile_defaults import default_tile_set
+from sgl_prefix_attn.predict.record import Calibration
+from sgl_prefix_attn.predict.startup import agreed, default_costs, gpu_key
+from sgl_prefix_attn.records import HeadConfig, PathTable, Plan
+from sgl_prefix_attn.settings import Settings
+
+
+@dataclass(frozen=True)
+class Execution:
+    """calibration: what the planner's costs come from, None on a CPU."""
+
+    planner: Planner
+    executor: PlanExecutor
+    calibration: Calibration | None
+
+
+def build(runner, heads: HeadConfig, settings: Settings) -> Execution:
+    """Planner, executor and calibration for the heads of a ModelRunner's layers.
+
+    Raises ValueError when one KV head has more query heads than the largest tile has rows.
+    """
+    tile_set = default_tile_set(runner.device, heads)
+    calibration = _calibration(runner, heads, tile_set.num_sms)
+    planner = Planner(
+        heads,
+        tile_set=tile_set,
+        strategy=settings.strategy,
+        costs=(
+            default_costs(runner.device, heads, runner.kv_cache_dtype)
+            if calibration is None
+            else calibration.costs
+        ),
+        headroom=settings.headroom,
+    )
+    planner.warm_up()
+    capacity = Capacity.for_server(
+        max_batch=runner.req_to_token_pool.size,
+        max_tokens=runner.max_total_num_tokens,
+        headroom=settings.headroom,
+        tile_set=tile_set,
+    )
+    executor = PlanExecutor(
+        heads,
+        device=runner.device,
+        dtype=runner.dtype,
+        tile_set=tile_set,
+        capacity=capacity,
+    )
+    return Execution(planner, executor, calibration)
+
+
+def _calibration(runner, heads: HeadConfig, num_sms: int) -> Calibration | None:
+    """All ranks of a tensor-parallel group call this."""
+    device = torch.device(runner.device)
+    if device.type != "cuda":
+        return None
+    key = gpu_key(device, heads, runner.kv_cache_dtype, runner.page_size)
+    return agreed(key, num_sms, cpu_group(runner))
+
+
+def padding_plan(planner: Planner) -> Plan:
+    """The plan of a batch without requests: a captured graph runs it without reading any KV."""
+    none = np.zeros(0, dtype=np.int32)
+    return planner.plan(PathTable(none, none, none.astype(np.int64), none, none))

@@ -1,0 +1,50 @@
+"""What tensor-parallel ranks have to agree on: captured all-reduces need the same graph on each,
+and a rank that asks the others at a step at which they do not ask waits for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed
+
+from sgl_prefix_attn.settings import VARIABLES, Settings
+
+
+def cpu_group(runner):
+    """The process group of CPU tensors of a ModelRunner's tensor-parallel ranks, None for one."""
+    return runner.tp_group.cpu_group if runner.ps.tp_size > 1 else None
+
+
+def raise_unless_alike(settings: Settings, group) -> None:
+    """Raise ValueError naming a variable that is not the same on all ranks of cpu_group(); every
+    rank of a group calls this."""
+    if group is None:
+        return
+    everyone: list = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(everyone, settings, group=group)
+    for variable in VARIABLES:
+        values = [getattr(other, variable.field) for other in everyone]
+        if len(set(values)) > 1:
+            raise ValueError(
+                f"{variable.name} differs between tensor-parallel ranks: "
+                f"{', '.join(map(str, values))}. Set it alike on every node"
+            )
+
+
+def agreement(runner) -> Callable[[bool], bool]:
+    """A function that tells whether every tensor-parallel rank of a ModelRunner passed True.
+
+    All ranks must call it at the same steps; with one rank it is the identity.
+    """
+    group = cpu_group(runner)
+    if group is None:
+        return lambda ok: ok
+
+    def agree(ok: bool) -> bool:
+        flag = torch.tensor([ok], dtype=torch.int32)
+        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=group)
+        return bool(flag.item())
+
+    return agree

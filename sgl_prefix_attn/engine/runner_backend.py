@@ -1,0 +1,22 @@
+"""Finds our backend in a ModelRunner, behind the wrappers that SGLang puts around it.
+
+Imports nothing of SGLang until it is called: the hooks load this at plugin registration.
+"""
+
+from __future__ import annotations
+
+
+def find_backend(model_runner):
+    """The PrefixAttnBackend that this runner decodes with, or None.
+
+    SGLang wraps a prefill and a decode backend into HybridAttnBackend. Any other wrapper (two-batch
+    overlap, hybrid linear attention) is not ours: behind it, steps stay stock.
+    """
+    from sgl_prefix_attn.engine.backend import PrefixAttnBackend
+
+    if model_runner.is_draft_worker:
+        return None
+    backend = getattr(model_runner, "attn_backend", None)
+    if type(backend).__name__ == "HybridAttnBackend":
+        backend = backend.decode_backend
+    return backend if isinstance(backend, PrefixAttnBackend) else None

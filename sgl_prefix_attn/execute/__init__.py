@@ -1,0 +1,1 @@
+"""Runs a loaded plan: fixed memory, kernels or their torch interpreter."""

@@ -1,0 +1,62 @@
+"""Which tiles a device gets."""
+
+from __future__ import annotations
+
+import torch
+
+from sgl_prefix_attn.plan.tiles import TileConfig, TileSet
+from sgl_prefix_attn.records import HeadConfig
+
+CPU_SMS = 4
+
+
+def default_tile_set(device: torch.device | str, heads: HeadConfig) -> TileSet:
+    """Tiles for a device and head configuration: gpu_tile_set, or on a CPU a small set that
+    exercises splits, row tiles and packed tails."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return gpu_tile_set(torch.cuda.get_device_properties(device).multi_processor_count, heads)
+    tail_m, requests = _tail_rows(heads)
+    return TileSet(
+        shared=tuple(TileConfig(max(m, tail_m), 32) for m in (16, 64)),
+        tail=TileConfig(tail_m, 32, requests=1),
+        packed_tail=TileConfig(tail_m, 32, requests=requests) if requests > 1 else None,
+        packed_len=32,
+        packed_tickets=1,
+        num_sms=CPU_SMS,
+    )
+
+
+def gpu_tile_set(num_sms: int, heads: HeadConfig) -> TileSet:
+    """Tiles for a GPU of num_sms multiprocessors, as measured on an H100 (docs/kernel-log.md);
+    needs no GPU."""
+    tail_m, requests = _tail_rows(heads)
+    rows = max(64, tail_m)
+    # Many small CTAs, so few registers each. Wide heads need twice the warps to hold their
+    # accumulators in registers. One shared tile: each further one costs every layer 2 to 3 us.
+    wide = heads.head_dim > 128
+    warps, stages = (2, 3) if wide else (1, 5)
+    return TileSet(
+        shared=(TileConfig(rows, 32, 4 * warps, stages, max_regs=None if wide else 168),),
+        tail=TileConfig(tail_m, 64, 2 * warps, num_stages=3, requests=1, fill=2.4),
+        packed_tail=(
+            TileConfig(tail_m, 64, 2 * warps, num_stages=2, requests=requests, fill=2.4)
+            if requests > 1
+            else None
+        ),
+        num_sms=num_sms,
+    )
+
+
+def _tail_rows(heads: HeadConfig) -> tuple[int, int]:
+    """(rows of a tails tile, requests that fit into it side by side)."""
+    tail_m = max(16, _power_of_two_above(heads.group_size))
+    return tail_m, _power_of_two_below(tail_m // heads.group_size)
+
+
+def _power_of_two_above(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _power_of_two_below(n: int) -> int:
+    return 1 << (n.bit_length() - 1)

@@ -1,0 +1,98 @@
+"""SGLang's entry point (group `sglang.srt.plugins`): registers backend name, backend and hooks.
+
+SGLang calls register() in every process, before it parses its arguments, and only logs what it
+raises. So problems are raised later: by a hook on SGLang's check of its arguments, and again by the
+function that builds the backend.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from sgl_prefix_attn import __version__
+from sgl_prefix_attn.plugin import versions
+from sgl_prefix_attn.settings import BACKEND_NAME
+
+logger = logging.getLogger(__name__)
+
+_registered = False
+
+
+def register() -> None:
+    """Make `--attention-backend prefix` known to this process. Idempotent, cheap, no CUDA."""
+    global _registered
+    if _registered:
+        return
+    _registered = True
+
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.server_args import add_attention_backend_choices
+
+    add_attention_backend_choices([BACKEND_NAME])
+    register_attention_backend(BACKEND_NAME)(create)
+    release = versions.installed()
+    if release is None:
+        # No hooks on an SGLang that they were not written for; `create` raises if it is reached.
+        logger.warning("%s", versions.problem())
+        return
+
+    from sgl_prefix_attn.plugin.hooks import register_all
+
+    register_all(release)
+
+
+def create(runner):
+    """Build the attention backend of a ModelRunner.
+
+    A draft model's runner gets the stock backend. Raises RuntimeError for an unsupported SGLang
+    or missing hooks, ValueError for an unsupported model or an environment value that is bad or
+    not the same on all tensor-parallel ranks.
+    """
+    release = versions.installed()
+    if release is None:
+        raise RuntimeError(versions.problem())
+    from sgl_prefix_attn.engine.backend import PrefixAttnBackend, create_stock
+    from sgl_prefix_attn.engine.model_support import raise_if_unsupported
+    from sgl_prefix_attn.engine.ranks import cpu_group, raise_unless_alike
+    from sgl_prefix_attn.plugin.hooks import verify_applied
+    from sgl_prefix_attn.settings import Settings
+
+    settings = Settings.from_env()
+    raise_if_unsupported(runner.model_config)
+    if runner.is_draft_worker:
+        return create_stock(runner)
+    raise_unless_alike(settings, cpu_group(runner))
+    verify_applied(release)
+    backend = PrefixAttnBackend(runner, settings)
+    if runner.ps.tp_rank == 0:
+        logger.info(
+            "--attention-backend %s: sgl-prefix-attn %s with %s, stock kernels of %s",
+            BACKEND_NAME,
+            __version__,
+            settings.describe(),
+            type(backend.stock).__name__,
+        )
+        advice = prefill_advice(runner.server_args)
+        if advice is not None:
+            logger.warning("%s", advice)
+    return backend
+
+
+def prefill_advice(server_args) -> str | None:
+    """Say how to keep the prefill that SGLang would choose for this GPU, if it is a faster one.
+
+    Prefill is the composed FlashInfer's; on Hopper SGLang's default is FlashAttention 3.
+    """
+    from sglang.srt.utils import is_hopper_with_cuda_12_3
+
+    prefill, _ = server_args.get_attention_backends()
+    # With speculative decoding the default is not always FA3.
+    if server_args.speculative_algorithm is not None:
+        return None
+    if prefill != BACKEND_NAME or not is_hopper_with_cuda_12_3():
+        return None
+    return (
+        f"--attention-backend {BACKEND_NAME}: prefill runs on FlashInfer, which is slower on this "
+        "GPU than SGLang's default. To keep that: --prefill-attention-backend fa3 "
+        f"--decode-attention-backend {BACKEND_NAME}"
+    )

@@ -1,0 +1,1 @@
+"""Predicted times of both kernels, from a calibration: what a server loads."""

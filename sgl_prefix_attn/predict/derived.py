@@ -1,0 +1,58 @@
+"""Calibrations for what was not measured, from what was.
+
+Rates belong to a GPU; the time models' coefficients are multipliers of the cost model, or
+microseconds, so they carry over between head configurations. Their corrections do not.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from sgl_prefix_attn.plan.costs import GPU_RATES, known_rates
+from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS, starts
+from sgl_prefix_attn.predict.record import Calibration, CalibrationKey
+from sgl_prefix_attn.predict.time_model import STOCK_COEFFICIENTS, TimeModel
+
+
+def scaled(found: Calibration, key: CalibrationKey) -> Calibration:
+    """For other heads of the same GPU."""
+    return replace(
+        found,
+        key=key,
+        stock=replace(found.stock, correction=None),
+        prefix=replace(found.prefix, correction=None),
+        samples=0,
+        errors={},
+        source="scaled",
+    )
+
+
+def conservative(key: CalibrationKey, num_sms: int, like: Calibration | None) -> Calibration:
+    """For a GPU that nothing is known about but its name; `like`, of another GPU, gives the
+    coefficients."""
+    return Calibration(
+        key=key,
+        versions={},
+        num_sms=num_sms,
+        rates=known_rates(key.gpu) or GPU_RATES["other"],
+        stock=TimeModel(like.stock.coefficients if like else starts(STOCK_COEFFICIENTS)),
+        prefix=TimeModel(like.prefix.coefficients if like else starts(PREFIX_COEFFICIENTS)),
+        samples=0,
+        errors={},
+        origin=None,
+        source="conservative",
+    )
+
+
+def distance(found: CalibrationKey, key: CalibrationKey) -> tuple:
+    """How unlike two keys are, what matters most first."""
+    a, b = found.heads, key.heads
+    return (
+        found.kv_bytes != key.kv_bytes,
+        abs(math.log(a.head_dim / b.head_dim)),
+        abs(math.log(a.group_size / b.group_size)),
+        abs(math.log(a.num_kv_heads / b.num_kv_heads)),
+        found.dtype != key.dtype,
+        abs(math.log(found.page_size / key.page_size)),
+    )

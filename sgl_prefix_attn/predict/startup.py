@@ -1,0 +1,58 @@
+"""The calibration that a server starts with, the same on all of its tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+import torch.distributed
+
+from sgl_prefix_attn.plan.costs import CostModel
+from sgl_prefix_attn.predict import store
+from sgl_prefix_attn.predict.codec import decode, encode
+from sgl_prefix_attn.predict.record import Calibration, CalibrationKey
+from sgl_prefix_attn.records import HeadConfig
+
+logger = logging.getLogger(__name__)
+
+
+def agreed(key: CalibrationKey, num_sms: int, group=None) -> Calibration:
+    """The first rank looks (store.find) and logs what it found; the others take it from there, so
+    that another file on their disk changes nothing.
+
+    group  process group of CPU tensors that all ranks call this with, None: one rank
+    """
+    if group is None:
+        return _found(key, num_sms)
+    message = [None]
+    if torch.distributed.get_rank(group) == 0:
+        message = [encode(_found(key, num_sms))]
+    torch.distributed.broadcast_object_list(message, group=group, group_src=0)
+    return decode(message[0])
+
+
+def gpu_key(device: torch.device, heads, dtype: torch.dtype, page_size: int) -> CalibrationKey:
+    name = torch.cuda.get_device_name(device)
+    return CalibrationKey(name, heads, str(dtype).removeprefix("torch."), page_size)
+
+
+def default_costs(
+    device: torch.device | str,
+    heads: HeadConfig,
+    dtype: torch.dtype = torch.bfloat16,
+    page_size: int = 1,
+) -> CostModel:
+    """What a server with such layers plans with: the costs of its calibration (store.find), on a
+    CPU those of plan/costs.py's table."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return CostModel.for_gpu("cpu", heads, dtype.itemsize)
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return store.find(gpu_key(device, heads, dtype, page_size), num_sms).calibration.costs
+
+
+def _found(key: CalibrationKey, num_sms: int) -> Calibration:
+    found = store.find(key, num_sms)
+    level = logging.WARNING if found.calibration.source == "conservative" else logging.INFO
+    logger.log(level, "%s", found.message)
+    return found.calibration

@@ -1,0 +1,133 @@
+"""Which kernels a decode step runs: a pure function of what is known about the batch.
+
+Every tensor-parallel rank sees the same facts and so decides alike; nothing measured at run time
+may enter here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sgl_prefix_attn.records import PREFIX, STOCK, Decision, Prediction
+
+# Predicted stock time over prefix time from which prefix kernels run, where KV is shared and where
+# none is, by the source of the calibration. Measured predictions err by a few per cent: of the 5100
+# batches, unseen by the fits, that these gains were tried on, 8 are slower than stock by more than
+# 3 % and 2 us a layer, 3 take over 1.10 of the faster kernels' time, and no unshared one is slower
+# by more than 1 % and 1 us; larger gains spare few of the 8 and lose more. Where nothing is shared
+# a gain is believed later: such batches are many, and stock kernels are made for them. A
+# calibration that was not measured on such layers, or not on such a GPU, has to promise more.
+GAINS = {
+    "measured": (1.025, 1.035),
+    "shipped": (1.025, 1.035),
+    "scaled": (1.10, 1.15),
+    "conservative": (1.30, 1.50),
+}
+# After a switch the new variant stays this many steps, unless the other is predicted to be faster
+# by more than HELD_LOSS: a batch on the border must not flip with every request that comes or goes.
+HOLD_STEPS, HELD_LOSS = 32, 1.08
+# Stock kernels run any batch, so one that was given to them, or whose plan failed, is looked at
+# again only after so many steps, however it changes meanwhile: a look costs the host more than a
+# step's bookkeeping.
+STOCK_STEPS = 8
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What is fixed when the server starts and decides whether prefix kernels can run at all.
+
+    The layer fields say whether any layer of the model has the property.
+    """
+
+    # Number of different (query heads, KV heads, head dims) among the layers; 0 where none is a
+    # module of the model, as in SGLang's Transformers backend.
+    head_configs: int
+    equal_head_dims: bool  # query/key head dim equals value head dim
+    sliding_window: bool
+    cross_attention: bool
+    logit_transform: bool  # capping other than tanh, a temperature, or positions added to logits
+    kv_scales: bool
+    kv_dtype: str
+    model_dtype: str
+    device: str
+    kv_pool: str  # class name, with its layout when that is not slot-major
+    server: str | None  # engine/model_facts.unsupported_server()
+
+
+@dataclass(frozen=True)
+class BatchFacts:
+    """What decides about one decode step. Reasons are None when there is nothing against it.
+
+    predicted  both times, None without a calibration (on a CPU)
+    source     of the calibration that predicted them
+    shares     whether any KV entry belongs to several requests of the batch
+    running    variant of the steps before, None at the start ...
+    steps      ... and for how many steps it has run
+    """
+
+    policy: str = "auto"  # SGL_PREFIX_ATTN_POLICY
+    model: str | None = None  # unsupported_model()
+    tree: str | None = None  # paths()
+    graph: str | None = None  # GraphVariants.problem(): no prefix graph of its size
+    fault: str | None = None  # what went wrong while this step was planned
+    predicted: Prediction | None = None
+    source: str = "measured"
+    shares: bool = True
+    running: str | None = None
+    steps: int = 0
+    strategy: str = "calibrated"
+
+
+def unsupported_model(facts: ModelFacts) -> str | None:
+    """Why no step of this model can run the prefix kernels, or None."""
+    if facts.head_configs == 0:
+        return "layers:none"
+    if facts.head_configs > 1:
+        return "layers:different_heads"
+    if not facts.equal_head_dims:
+        return "layers:head_dim"
+    if facts.sliding_window:
+        return "layers:sliding_window"
+    if facts.cross_attention:
+        return "layers:cross_attention"
+    if facts.logit_transform:
+        return "layers:logit_transform"
+    if facts.server is not None:
+        return facts.server
+    if facts.model_dtype == "float32" and facts.device != "cpu":
+        return "dtype:float32"
+    if facts.kv_dtype != facts.model_dtype:
+        return f"kv_dtype:{facts.kv_dtype}"
+    if facts.kv_scales:
+        return "kv_scales"
+    if facts.kv_pool != "MHATokenToKVPool":
+        return f"kv_pool:{facts.kv_pool}"
+    return None
+
+
+def decide(facts: BatchFacts) -> Decision:
+    """The step's kernels and why: what is unsupported first, then a forced policy, then what else
+    stands against it, then the predicted times."""
+    against = facts.model or facts.tree
+    if against is None and facts.policy == STOCK:
+        against = "forced"
+    against = against or facts.graph or facts.fault
+    if against is not None:
+        return Decision(STOCK, against, facts.predicted)
+    if facts.policy == PREFIX:
+        return _prefix("forced", facts)
+    if facts.predicted is None:
+        return _prefix("default", facts)
+    gain = facts.predicted.stock_us / facts.predicted.prefix_us
+    sharing, unshared = GAINS[facts.source]
+    faster = PREFIX if gain >= (sharing if facts.shares else unshared) else STOCK
+    reason = "predicted_faster" if faster == PREFIX else "predicted_slower"
+    if facts.running not in (None, faster) and facts.steps < HOLD_STEPS:
+        loss = gain if faster == PREFIX else 1 / gain
+        if loss <= HELD_LOSS:
+            faster, reason = facts.running, "held"
+    return _prefix(reason, facts) if faster == PREFIX else Decision(STOCK, reason, facts.predicted)
+
+
+def _prefix(reason: str, facts: BatchFacts) -> Decision:
+    return Decision(PREFIX, reason, facts.predicted, facts.strategy)

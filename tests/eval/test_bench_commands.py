@@ -1,0 +1,283 @@
+"""The evaluation commands: help, bad arguments, and small runs that need neither GPU nor engine."""
+
+import json
+import os
+import subprocess
+
+import numpy as np
+import orjson
+import pytest
+import torch
+
+from eval import bench_plan, bench_stages, provenance, report
+from eval.bench_engine import __main__ as bench_engine
+from eval.bench_engine import host_times, runner
+from eval.bench_engine.workloads import NAMED, parse_workloads
+from eval.bench_kernel import __main__ as bench_kernel
+from eval.bench_trace import __main__ as bench_trace
+from eval.compare_outputs import __main__ as compare_outputs
+from eval.engine_process import (
+    EngineError,
+    EngineProcess,
+    backend_arguments,
+    environment,
+    names_prefix,
+    plugin_names,
+    uses_prefix,
+)
+from eval.engine_worker import MARK
+from eval.model_shapes import write_config
+from sgl_prefix_attn.api.argument_checks import lengths, path_table
+from sgl_prefix_attn.kernels import layout as L
+from sgl_prefix_attn.plan import Planner
+from sgl_prefix_attn.plan.tile_defaults import default_tile_set
+from sgl_prefix_attn.records import HeadConfig
+
+COMMANDS = (
+    bench_kernel,
+    bench_plan,
+    bench_stages,
+    bench_engine,
+    bench_trace,
+    compare_outputs,
+    report,
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda module: module.__name__)
+def test_help(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        command.main(["--help"])
+    assert stop.value.code == 0 and "python -m eval." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "argv"),
+    [
+        (bench_kernel, ["--heads", "32/8,32"]),
+        (bench_stages, ["--device", "cpu"]),
+        (bench_stages, ["--device", "cpu", "--trees", "1_"]),
+        (bench_stages, ["--device", "cpu", "--heads", "5/2"]),
+        (bench_engine, ["--workloads", "nope"]),
+        (bench_engine, ["--new-tokens", "64,32"]),
+        (bench_engine, ["--model-shape", "nope"]),
+        (compare_outputs, ["--scenarios", "nope"]),
+        (compare_outputs, ["--page-size", "x"]),
+        (compare_outputs, ["--fault", "nope"]),
+        (bench_plan, ["--strategy", "nope"]),
+        (bench_trace, []),
+        (bench_trace, ["--trace", "nowhere.jsonl"]),
+        (bench_trace, ["--trace", "nowhere.jsonl", "--backends", "fa3,fa3"]),
+        (bench_trace, ["--trace", "nowhere.jsonl", "--alternations", "0"]),
+        (report, ["x.json", "--check"]),
+    ],
+)
+def test_bad_arguments_end_with_usage(command, argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        command.main(argv)
+    assert stop.value.code == 2 and "error:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "argv"),
+    [
+        (bench_engine, []),
+        (bench_trace, ["--trace", "a.jsonl"]),
+        (bench_kernel, ["--device", "cuda"]),
+        (bench_stages, []),
+    ],
+)
+def test_a_missing_gpu_is_said_before_anything_starts(command, argv, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(bench_trace.trace, "read", lambda path: [])
+    monkeypatch.setattr(bench_trace.trace, "window", lambda *args: None)
+    with pytest.raises(SystemExit) as stop:
+        command.main(argv)
+    assert stop.value.code == 2
+    assert "error: --device cuda: torch " in capsys.readouterr().err
+
+
+def test_bench_stages_leaves_out_the_words_of_other_stages():
+    heads = HeadConfig(4, 2, 32)
+    tile_set = default_tile_set(torch.device("cpu"), heads)
+    seq_lens = lengths(np.full(8, 80))
+    planner = Planner(heads, tile_set=tile_set, strategy="naive")
+    plan = planner.plan(path_table([[(0, 64)]] * 8, seq_lens))
+
+    def counts(stage):
+        words = bench_stages.without(plan, tile_set, stage).words
+        queues = words[L.H_QUEUES + 1 : L.H_QUEUES + 2 * len(tile_set.tiles) : 2]
+        tails = sum(n for n, tile in zip(queues, tile_set.tiles, strict=True) if tile.requests)
+        return int(words[L.H_NUM_MERGES]), int(tails), int(queues.sum() - tails)
+
+    merges, tails, shared = counts("all")
+    assert min(merges, tails, shared) > 0
+    assert counts("forward") == (0, tails, shared)
+    assert counts("tails") == (0, tails, 0)
+    assert counts("shared") == (0, 0, shared)
+    assert counts("empty") == (0, 0, 0)
+
+
+def test_bench_plan_prints_and_writes_medians(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    argv = ["--batches", "4,16", "--levels", "1,3", "--repeats", "3", "--json", str(out)]
+    cores = os.sched_getaffinity(0)
+    try:
+        assert bench_plan.main(argv) == 0
+    finally:
+        os.sched_setaffinity(0, cores)
+    rows = orjson.loads(out.read_bytes())["rows"]
+    assert [(row["batch"], row["levels"]) for row in rows] == [(4, 1), (4, 3), (16, 1), (16, 3)]
+    assert all(value > 0 for row in rows for value in row["ms"].values())
+    assert "steady" in capsys.readouterr().out
+
+
+def test_bench_plan_requests_hang_below_the_tree():
+    tree = bench_plan.tree_of(64, 4)
+    assert tree.counts == (1, 4, 16, 64)
+    reqs = bench_plan.fake_requests(tree)
+    for req in reqs:
+        length, node = 0, req.last_node
+        while node.parent is not None:
+            length, node = length + len(node.value), node.parent
+        assert length == req.cache_protected_len
+    assert reqs[0].last_node.parent is reqs[3].last_node.parent
+    assert reqs[3].last_node.parent is not reqs[4].last_node.parent
+
+
+def test_workloads():
+    shared, odd = parse_workloads("shared8k,3x16+8")
+    assert shared == NAMED["shared8k"]
+    prompts = odd.prompts(1024)
+    assert prompts == odd.prompts(1024) and [len(ids) for ids in prompts] == [24] * 3
+    assert prompts[0][:16] == prompts[1][:16] and prompts[0][16:] != prompts[1][16:]
+    assert odd.kv_tokens(10) == 16 + 3 * 18
+    for text in ("nope", "0x1+1", "2x5+0"):
+        with pytest.raises(ValueError, match="workload"):
+            parse_workloads(text)
+
+
+def test_tpot_is_the_slope_of_medians():
+    samples = runner.Samples(short=[1.0, 1.2, 9.0], long=[3.0, 3.2, 3.4])
+    assert runner.tpot_ms(samples, (64, 256)) == pytest.approx((3.2 - 1.2) / 192 * 1e3)
+    assert runner.each_tpot_ms(samples, (64, 256))[0] == pytest.approx(2 / 192 * 1e3)
+
+
+def test_engines_alternate_in_both_orders():
+    calls = []
+
+    class Engine:
+        def __init__(self, name):
+            self.name = name
+
+        def ask(self, op, ids, new_tokens):
+            calls.append((self.name, new_tokens))
+            return {"seconds": new_tokens / 1000}
+
+    engines = {name: Engine(name) for name in ("a", "b")}
+    (workload,) = parse_workloads("2x8+4")
+    samples = runner.alternate(engines, workload, 1024, (2, 6), 2, lambda text: None)
+    assert [name for name, count in calls if count == 6] == ["a", "b", "b", "a"]
+    assert runner.tpot_ms(samples["a"], (2, 6)) == pytest.approx(1.0)
+
+
+def test_host_times_counts_since_an_earlier_read(tmp_path):
+    path = tmp_path / "host.json"
+    assert host_times.read(path) == {}
+    written = {"steps": {"prefix:default": 90, "stock:x": 2}, "plans": {"first": 1}}
+    path.write_text(json.dumps(written | {"steady_steps": 89, "steady": [9.0] * 49 + [12.0] * 40}))
+    before = {"steps": {"prefix:default": 50, "stock:x": 2}, "plans": {"first": 1}}
+    now = host_times.read(path, before | {"steady_steps": 49})
+    assert now == {
+        "steps": {"prefix:default": 40}, "plans": {}, "steady_steps": 40, "steady_us": 12.0
+    }  # fmt: skip
+    assert host_times.read(path)["steady_us"] == 9.0
+    assert host_times.read(path, before | {"steady_steps": 69})["steady_us"] is None, "only 20"
+    assert host_times.read(path, before | {"steady_steps": 89})["steady_us"] is None
+
+
+def test_backend_names():
+    assert backend_arguments("fa3") == {"attention_backend": "fa3"}
+    assert backend_arguments("fa3/prefix") == {
+        "prefill_attention_backend": "fa3",
+        "decode_attention_backend": "prefix",
+    }
+    assert uses_prefix("prefix") and uses_prefix("fa3/prefix") and not uses_prefix("prefix/fa3")
+
+
+def test_only_engines_of_our_backend_load_our_plugin_on_a_gpu():
+    assert names_prefix("prefix/fa3") and names_prefix("fa3/prefix") and not names_prefix("fa3")
+    both = ["eval_plugin", "prefix_attn"]
+    assert plugin_names(product=True, evaluation=True) == both
+    assert plugin_names(product=False, evaluation=True) == ["eval_plugin"]
+    assert plugin_names(product=False, evaluation=False) == []
+
+
+def test_environment_of_an_engine(tmp_path):
+    base = {"PYTHONPATH": "/a", "SGLANG_PLUGINS": "prefix_attn", "X": "1"}
+    env = environment(base, tmp_path, ["eval_plugin", "prefix_attn"], on_cpu=False)
+    assert env["SGLANG_PLUGINS"] == "eval_plugin,prefix_attn" and env["X"] == "1"
+    assert env["PYTHONPATH"] == f"{tmp_path}{os.pathsep}/a"
+    assert "SGL_PREFIX_ATTN_CPU_PLATFORM" not in env
+    # SGLang takes an empty list for no restriction.
+    assert environment(base, tmp_path, [], on_cpu=False)["SGLANG_PLUGINS"] == "eval_plugin"
+    env = environment({}, tmp_path, ["prefix_attn"], on_cpu=True)
+    assert env["SGL_PREFIX_ATTN_CPU_PLATFORM"] == "1" and env["PYTHONPATH"] == str(tmp_path)
+    assert env["SGLANG_PLUGINS"] == "prefix_attn,prefix_attn_cpu"
+
+
+def test_the_plugins_named_to_engines_are_the_project_s(tmp_path):
+    text = (provenance.ROOT / "pyproject.toml").read_text()
+    env = environment({}, tmp_path, plugin_names(product=True, evaluation=False), on_cpu=True)
+    for name in env["SGLANG_PLUGINS"].split(","):
+        assert f'\n{name} = "sgl_prefix_attn.' in text
+
+
+@pytest.mark.parametrize(
+    ("device", "product", "plugin", "names"),
+    [
+        ("cuda", True, None, "prefix_attn"),
+        ("cuda", False, "eval.bench_engine.host_times", "eval_plugin"),
+        # The CPU platform is ours: an engine of any backend runs on it.
+        ("cpu", False, None, "prefix_attn,prefix_attn_cpu"),
+    ],
+)
+def test_an_engine_is_started_in_its_environment(
+    tmp_path, monkeypatch, device, product, plugin, names
+):
+    started = []
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: started.append(kwargs))
+    EngineProcess({"device": device}, tmp_path / "e", plugin=plugin, product=product)
+    assert started[0]["env"]["SGLANG_PLUGINS"] == names
+
+
+def test_an_engine_with_other_plugins_is_refused(tmp_path, monkeypatch):
+    process = subprocess.Popen
+    answer = MARK + json.dumps({"start_s": 1.0, "pool_tokens": 64, "plugins": ["prefix_attn"]})
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda _, **kwargs: process(["echo", answer], **kwargs)
+    )
+    with pytest.raises(EngineError, match=r"\['prefix_attn'\], not \[\]"):
+        EngineProcess({}, tmp_path / "stock", product=False).__enter__()
+    with EngineProcess({}, tmp_path / "ours") as engine:
+        assert (engine.pool_tokens, engine.plugins) == (64, ["prefix_attn"])
+
+
+def test_engine_rows_have_each_alternation_of_both_backends():
+    args = bench_engine._parse(["--device", "cpu"])[0]
+    samples = runner.Samples(short=[1.0, 1.0, 1.0], long=[2.0, 2.2, 2.4])
+    base = runner.Samples(short=[1.0, 1.0, 1.0], long=[3.0, 3.4, 3.8])
+    row = bench_engine._row("prefix", NAMED["one"], args, samples, (64, 164), base)
+    assert row["alternations"] == 3 and row["ratio"] == pytest.approx(0.5)
+    assert row["each_tpot_ms"] == pytest.approx([10, 12, 14])
+    assert row["baseline_each_tpot_ms"] == pytest.approx([20, 24, 28])
+    itself = bench_engine._row(args.baseline, NAMED["one"], args, base, (64, 164), base)
+    assert itself["ratio"] == 1 and itself["baseline_each_tpot_ms"] == itself["each_tpot_ms"]
+
+
+def test_model_config_has_the_shape(tmp_path):
+    folder = write_config(tmp_path / "model", "llama3.1-8b")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["hidden_size"] == 4096 and config["num_key_value_heads"] == 8
+    with pytest.raises(ValueError, match="nope"):
+        write_config(tmp_path, "nope")

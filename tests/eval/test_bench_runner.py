@@ -1,0 +1,286 @@
+"""How eval.bench_kernel judges and times: planted faults are seen, providers take turns."""
+
+import sys
+import types
+from dataclasses import replace
+
+import pytest
+import torch
+
+from eval.bench_kernel import runner
+from eval.bench_kernel.candidate import Candidate
+from eval.bench_kernel.case import build_case
+from eval.bench_kernel.floor import Rates
+from eval.bench_kernel.providers.fa3 import FlashAttention3Runnable
+from eval.bench_kernel.providers.plain_torch import PlainTorch
+from eval.bench_kernel.runner import DeviceLost, Setting, compare
+from eval.bench_kernel.trees import parse_tree
+from sgl_prefix_attn.calibrate.measure import tensor_cores
+from sgl_prefix_attn.records import HeadConfig
+
+HEADS = HeadConfig(4, 2, 32)
+H100 = Rates(3.0e12, 600e12, None, "test")
+
+
+def setting_of(tree: str, page_size: int = 1) -> Setting:
+    device = torch.device("cpu")
+    return Setting(parse_tree(tree), HEADS, page_size, "bf16", torch.bfloat16, device, 3)
+
+
+class Changed(PlainTorch):
+    """Plain torch that keeps its outputs, as most providers do, with its runs changed by
+    `change(provider, case, layer, run)`; counts runs and plans."""
+
+    def __init__(self, change, name="changed"):
+        self.name, self._change, self.runs, self.plans = name, change, 0, 0
+
+    def prepare(self, case):
+        runnable, outs = super().prepare(case), case.new_out()
+        attend, self.runs, self.plans = runnable.run, 0, 1
+
+        def run(layer):
+            self.runs += 1
+            return self._change(self, case, layer, lambda i: outs[layer].copy_(attend(i)))
+
+        def plan():
+            self.plans += 1
+
+        runnable.run, runnable.plan, runnable.outs = run, plan, outs
+        return runnable
+
+
+def status_of(change, tree="1,4_32,16"):
+    provider = Changed(change)
+    (row,) = compare(setting_of(tree), [provider], H100, {})
+    assert (row.us is None) == (row.us_rounds is None) == (row.plan_us is None)
+    assert (row.us is None) == (row.status != "ok")
+    return row.status, provider
+
+
+def right(provider, case, layer, run):
+    return run(layer)
+
+
+def drop_last_token(provider, case, layer, run):
+    out = run(layer)
+    slots = case.req_to_token[0, :-1].long()
+    k, v = case.k[layer][slots].float(), case.v[layer][slots].float()
+    q = case.q[0].float().unflatten(0, (2, 2))
+    weights = torch.softmax(torch.einsum("hgd,thd->hgt", q, k) * case.sm_scale, -1)
+    out[0] = torch.einsum("hgt,thd->hgd", weights, v).flatten(0, 1).to(out.dtype)
+    return out
+
+
+def swap_two_rows(provider, case, layer, run):
+    return run(layer)[[1, 0, *range(2, case.tree.batch_size)]]
+
+
+def leave_one_head_unwritten(provider, case, layer, run):
+    out = run(layer)
+    out[-1, -1] = float("nan")
+    return out
+
+
+def read_layer_0_in_every_layer(provider, case, layer, run):
+    return run(0)
+
+
+def zero_layer_1(provider, case, layer, run):
+    return run(layer).zero_() if layer == 1 else run(layer)
+
+
+def test_a_right_provider_is_timed():
+    status, provider = status_of(right)
+    assert status == "ok" and provider.plans > 2
+
+
+@pytest.mark.parametrize("fault", [drop_last_token, swap_two_rows, leave_one_head_unwritten])
+def test_a_wrong_provider_is_shown_and_not_timed(fault):
+    status, provider = status_of(fault, "1,4_1024,1000")
+    assert status.startswith("wrong: first run, layer 0: ")
+    assert provider.plans == 1 and provider.runs <= 12, "judged once, never timed"
+
+
+@pytest.mark.parametrize("fault", [read_layer_0_in_every_layer, zero_layer_1])
+def test_every_layer_is_judged_by_its_own_kv(fault):
+    assert status_of(fault)[0].startswith("wrong: first run, layer 1: ")
+
+
+def test_a_layer_that_computes_nothing_is_wrong():
+    def only_layer_0(provider, case, layer, run):
+        return run(0) if layer == 0 else torch.full_like(case.q, float("nan"))
+
+    assert status_of(only_layer_0)[0].startswith("wrong: first run, layer 1: error nan")
+
+
+def test_results_of_an_earlier_run_do_not_pass_for_new_ones():
+    """Nothing but layer 0 is computed after the first run: its outputs are still in place."""
+    outs = {}
+
+    def only_layer_0_later(provider, case, layer, run):
+        if provider.plans > 1 and layer > 0:
+            return outs[layer]
+        outs[layer] = run(layer)
+        return outs[layer]
+
+    assert status_of(only_layer_0_later)[0].startswith("wrong: planned again, layer 1: error nan")
+
+
+def test_a_wrong_second_plan_is_wrong():
+    def swapped_after_another_plan(provider, case, layer, run):
+        fault = swap_two_rows if provider.plans > 1 else right
+        return fault(provider, case, layer, run)
+
+    assert status_of(swapped_after_another_plan)[0].startswith("wrong: planned again, layer 0")
+
+
+def test_what_is_timed_is_judged_before_and_after():
+    """Runs of a capture are those after the two that judge the plans, see Candidate."""
+
+    def wrong_from(run_of_layer):
+        def change(provider, case, layer, run):
+            late = provider.runs > run_of_layer * case.num_layers
+            return (swap_two_rows if late else right)(provider, case, layer, run)
+
+        return change
+
+    assert status_of(wrong_from(2))[0].startswith("wrong: captured, layer 0")
+    assert status_of(wrong_from(3))[0].startswith("wrong: timed, layer 0")
+
+
+def test_providers_take_turns_in_both_orders(monkeypatch):
+    calls, times = [], iter([5.0, 50.0, 70.0, 9.0, 7.0, 60.0])
+
+    def us(self):
+        calls.append(self.name)
+        return next(times)
+
+    class Named(Candidate):
+        def __init__(self, provider, case, oracle):
+            super().__init__(provider, case, oracle)
+            self.name = provider.name
+
+    monkeypatch.setattr(Named, "us", us)
+    monkeypatch.setattr(runner, "Candidate", Named)
+    providers = [Changed(right, "a"), Changed(right, "b")]
+    a, b = compare(setting_of("1,4_32,16"), providers, H100, {})
+    assert calls == ["a", "b", "b", "a", "a", "b"]
+    assert (a.us, a.us_rounds) == (7.0, [5.0, 9.0, 7.0])
+    assert (b.us, b.us_rounds) == (60.0, [50.0, 70.0, 60.0])
+
+
+def fail_when_timed(provider, case, layer, run):
+    if provider.runs > 3 * case.num_layers:
+        raise RuntimeError("launch failed")
+    return run(layer)
+
+
+def test_a_provider_that_raises_is_a_line_and_the_others_go_on():
+    class Broken(PlainTorch):
+        name = "broken"
+
+        def prepare(self, case):
+            raise OSError("no such kernel")
+
+    providers = [Broken(), Changed(fail_when_timed, "late"), Changed(right, "right")]
+    rows = {row.provider: row for row in compare(setting_of("1,4_32,16"), providers, H100, {})}
+    assert rows["broken"].status == "failed: OSError: no such kernel"
+    assert rows["late"].status == "failed: RuntimeError: launch failed" and rows["late"].us is None
+    assert rows["right"].status == "ok" and len(rows["right"].us_rounds) == runner.ROUNDS
+
+
+def test_a_lost_gpu_leaves_a_line_for_every_provider(monkeypatch):
+    def attempt(step, entry, setting):
+        if entry.provider.name == "culprit":
+            entry.end("failed: illegal access")
+            raise DeviceLost("culprit on 1,4_32,16: illegal access")
+        attempt_one(step, entry, setting)
+
+    attempt_one = runner._attempt
+    monkeypatch.setattr(runner, "_attempt", attempt)
+    providers = [Changed(right, "a"), Changed(right, "culprit"), Changed(right, "b")]
+    rows = []
+    with pytest.raises(DeviceLost):
+        rows.extend(compare(setting_of("1,4_32,16"), providers, H100, {"b": "not here"}))
+    status = [row.status for row in rows]
+    assert status[0].startswith("failed: no GPU left to measure on, culprit")
+    assert status[1:] == ["failed: illegal access", "unavailable: not here"]
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_an_error_that_stays_is_a_lost_gpu(monkeypatch, raises):
+    def synchronize():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def step(entry):
+        if raises:
+            raise ValueError("bad launch")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    entry = runner._Entry(PlainTorch())
+    on_gpu = replace(setting_of("1,4_32,16"), device=torch.device("cuda"))
+    with pytest.raises(DeviceLost, match="torch on 1,4_32,16: CUDA error"):
+        runner._attempt(step, entry, on_gpu)
+    assert entry.status.startswith("failed: ValueError" if raises else "failed: CUDA error")
+
+
+class Paged(PlainTorch):
+    name = "paged"
+
+    def page_size(self, requested):
+        return max(32, requested)
+
+
+def test_page_sizes_are_timed_together_while_their_pools_fit(monkeypatch):
+    setting, providers = setting_of("1,4_32,16"), [Paged(), PlainTorch()]
+    (group,) = runner._groups(setting, providers)
+    assert [p.name for p in group] == ["torch", "paged"]
+    monkeypatch.setattr(runner, "_MAX_POOL_BYTES", 1e5)
+    groups = runner._groups(setting, providers)
+    assert [[p.name for p in group] for group in groups] == [["torch"], ["paged"]]
+    rows = list(compare(setting, providers, H100, {}))
+    assert [(row.provider, row.status, row.run_page_size) for row in rows] == [
+        ("torch", "ok", None), ("paged", "ok", 32)
+    ]  # fmt: skip
+
+
+def test_flashinfer_decodes_with_tensor_cores_as_sglang_decides():
+    from_group = {
+        (heads, dtype): tensor_cores(HeadConfig(*heads, 128), dtype)
+        for heads in ((32, 8), (64, 8), (16, 8), (32, 32))
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    }
+    assert {key for key, value in from_group.items() if value} == {
+        (heads, dtype) for heads in ((32, 8), (64, 8)) for dtype in (torch.bfloat16, torch.float16)
+    }
+
+
+def test_fa3_reads_one_schedule_for_all_layers_that_a_plan_renews_in_place(monkeypatch):
+    asked, given = [], []
+
+    def get_scheduler_metadata(**kwargs):
+        asked.append(kwargs)
+        return torch.full((17,), len(asked), dtype=torch.int32)
+
+    module = types.SimpleNamespace(
+        flash_attn_with_kvcache=lambda **kwargs: given.append(kwargs),
+        get_scheduler_metadata=get_scheduler_metadata,
+    )
+    monkeypatch.setitem(sys.modules, "sgl_kernel", types.SimpleNamespace(flash_attn=module))
+    monkeypatch.setitem(sys.modules, "sgl_kernel.flash_attn", module)
+    setting = setting_of("1,4_32,16", page_size=16)
+    case = build_case(setting.tree, HEADS, 16, torch.bfloat16, setting.device, seed=0)
+    runnable = FlashAttention3Runnable(case)
+    for layer in (0, 1):
+        runnable.run(layer)
+    runnable.plan()
+    runnable.run(0)
+    schedules = [call["scheduler_metadata"] for call in given]
+    assert len({schedule.data_ptr() for schedule in schedules}) == 1
+    assert len({call["page_table"].data_ptr() for call in given}) == 1
+    assert len(asked) == 2 and schedules[0].tolist() == [2] * 17
+    numbers = {key: asked[1][key] for key in ("batch_size", "max_seqlen_k", "page_size")}
+    assert numbers == {"batch_size": 4, "max_seqlen_k": 48, "page_size": 16}
+    assert (asked[1]["num_heads"], asked[1]["num_heads_k"], asked[1]["headdim"]) == (4, 2, 32)
+    assert asked[1]["num_splits"] == given[0]["num_splits"] == 0
+    assert asked[1]["causal"] is given[0]["causal"] is True

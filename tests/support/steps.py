@@ -1,0 +1,83 @@
+"""A StepPreparer over a fake radix tree, for tests of steps and of what is counted about them."""
+
+from sgl_prefix_attn.metrics.counters import StepCounters
+from sgl_prefix_attn.plan import Planner
+from sgl_prefix_attn.plan.tile_defaults import default_tile_set
+from sgl_prefix_attn.predict.startup import default_costs
+from sgl_prefix_attn.records import HeadConfig
+from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.step.preparer import StepPreparer
+from tests.support.fake_sglang import World
+
+HEADS = HeadConfig(8, 2, 32)
+DEFAULTS = Settings()
+
+
+def planner(headroom=64):
+    return Planner(
+        HEADS,
+        strategy="naive",  # every shared node is read once, whatever it costs
+        tile_set=default_tile_set("cpu", HEADS),
+        costs=default_costs("cpu", HEADS),
+        headroom=headroom,
+    )
+
+
+def preparer(
+    settings=DEFAULTS, plan_with=None, fits=lambda plan: True, counters=None, **options
+) -> StepPreparer:
+    return StepPreparer(
+        settings,
+        plan_with or planner(settings.headroom),
+        fits,
+        StepCounters() if counters is None else counters,
+        **options,
+    )
+
+
+def shared_world() -> World:
+    """4 requests with 40 shared tokens and one cached token of their own each."""
+    world = World()
+    for i in range(4):
+        world.add([0] * 40 + [1 + i], tail=20)
+    return world
+
+
+def run(steps, world, grown, cache=None):
+    """The step in which every request has `grown` tokens beyond the cached ones."""
+    return steps.prepare(
+        world.reqs, cache or world.cache, world.seq_lens(grown), world.req_to_token
+    )
+
+
+class Failing:
+    """A planner whose n-th call raises."""
+
+    def __init__(self, *failing_calls):
+        self.planner, self.failing, self.calls = planner(), failing_calls, 0
+
+    def plan(self, paths):
+        self.calls += 1
+        if self.calls in self.failing:
+            raise ZeroDivisionError("planted")
+        return self.planner.plan(paths)
+
+
+class Times:
+    """A predictor with given microseconds; remembers what it was asked."""
+
+    def __init__(self, stock, prefix, least=1.0):
+        self.stock_us, self.prefix_us, self.least_us = stock, prefix, least
+        self.source = "measured"
+        self.asked = []
+
+    def stock(self, seq_lens, unique):
+        self.asked.append((seq_lens.tolist(), unique))
+        return self.stock_us
+
+    def prefix(self, work):
+        assert work.tail_tokens + work.shared_tokens > 0
+        return self.prefix_us
+
+    def least_prefix(self, unique):
+        return self.least_us
