@@ -1,6 +1,6 @@
 """The records that pass between stages, in the order of the data flow.
 
-    PathTable -> Forest -> Merges -> Packs -> Plan
+    PathTable -> Forest -> Packing -> Packs -> Plan
 
 Every stage is a pure function from one record to the next; nothing here imports another stage.
 Arrays are numpy on the host. B is the number of requests, N the number of nodes.
@@ -97,7 +97,7 @@ class Forest:
 
 
 @dataclass(frozen=True)
-class Merges:
+class Packing:
     """What the profit model decided: who absorbs the KV of the node above (PAT §5.1, scheme 2).
 
     node bool [N]  the node's pack also reads its parent's KV, so the parent's pack does without
@@ -186,7 +186,7 @@ class Plan:
     stats: PlanStats
     work: PlanWork
     forest: Forest
-    merges: Merges
+    packing: Packing
     packs: Packs
 
 

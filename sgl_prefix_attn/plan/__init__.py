@@ -1,4 +1,4 @@
-"""The planner: forest -> merges -> packs -> tiles -> KV splits -> work queue."""
+"""The planner: forest -> packing -> packs -> tiles -> KV splits -> work queue."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import numpy as np
 from sgl_prefix_attn.plan.costs import CostModel
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.packs import make_packs
-from sgl_prefix_attn.plan.profit import STRATEGIES, choose_merges
+from sgl_prefix_attn.plan.profit import STRATEGIES, choose_packing
 from sgl_prefix_attn.plan.splits import split_jobs
 from sgl_prefix_attn.plan.tiles import TileConfig, TileSet, tile_packs
 from sgl_prefix_attn.plan.workqueue import serialize
-from sgl_prefix_attn.records import HeadConfig, PathTable, Plan
+from sgl_prefix_attn.records import Forest, HeadConfig, PathTable, Plan
 
 __all__ = ["STRATEGIES", "CostModel", "Planner", "TileConfig", "TileSet"]
 
@@ -43,13 +43,16 @@ class Planner:
         self.headroom = headroom
 
     def plan(self, paths: PathTable) -> Plan:
-        """The work queue of one decode step. Raises ValueError for paths that do not add up."""
-        forest = build_forest(paths)
-        merges = choose_merges(forest, self.strategy, self.costs)
-        packs = make_packs(forest, merges)
+        """Plan one decode step. Raises ValueError for paths that do not add up."""
+        return self.plan_forest(build_forest(paths))
+
+    def plan_forest(self, forest: Forest) -> Plan:
+        """Plan one decode step from its shared nodes."""
+        packing = choose_packing(forest, self.strategy, self.costs)
+        packs = make_packs(forest, packing)
         tiling = tile_packs(packs, self.tile_set, self.costs)
         splits, work = split_jobs(packs, tiling, self.tile_set, self.costs)
-        return serialize(forest, merges, packs, tiling, splits, work, headroom=self.headroom)
+        return serialize(forest, packing, packs, tiling, splits, work, headroom=self.headroom)
 
     def warm_up(self) -> None:
         """Compile the planner's loops (a few seconds the first time) before serving starts."""

@@ -103,21 +103,6 @@ class CostModel:
             num_kv_heads=hkv,
         )
 
-    @classmethod
-    def bytes_only(cls, heads: HeadConfig, kv_bytes: int = 2) -> CostModel:
-        """Cost = bytes of KV and partial results, as PAT's profit model counts them."""
-        return cls(
-            kv_token=2 * heads.num_kv_heads * heads.head_dim * kv_bytes,
-            mma_row=0.0,
-            partial=partial_bytes(heads, kv_bytes),
-            item=0.0,
-            pack=0.0,
-            launch=0.0,
-            chain=0.0,
-            group_size=heads.group_size,
-            num_kv_heads=heads.num_kv_heads,
-        )
-
 
 def partial_bytes(heads: HeadConfig, kv_bytes: int) -> int:
     """Bytes that one query's partial result moves, written and read: the output in the model's

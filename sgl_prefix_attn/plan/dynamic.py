@@ -15,17 +15,12 @@ import numpy as np
 
 from sgl_prefix_attn.jit import cached_njit
 from sgl_prefix_attn.plan.costs import CostModel
-from sgl_prefix_attn.records import Forest, Merges
+from sgl_prefix_attn.records import Forest, Packing
 
 
-def optimal_merges(forest: Forest, costs: CostModel) -> Merges:
+def optimal_packing(forest: Forest, costs: CostModel) -> Packing:
     """Minimise the predicted time of all packs; see the module's text for what is exact."""
-    return Merges(*_solve(*_columns(forest), *_scalars(costs)))
-
-
-def predicted_cost(forest: Forest, merges: Merges, costs: CostModel) -> float:
-    """Predicted time (or bytes) of all packs that `merges` leads to, partial results included."""
-    return _evaluate(*_columns(forest), merges.node, merges.tail, *_scalars(costs))
+    return Packing(*_solve(*_columns(forest), *_scalars(costs)))
 
 
 def _columns(forest: Forest):
@@ -55,35 +50,6 @@ def _tail_cost(kv_start, seq_len, kv_token, mma_row, partial, fixed, group_size,
     """A request's own pack; from position 0 it is the only part and needs no merging."""
     cost = _pack_cost(seq_len - kv_start, 1, kv_token, mma_row, fixed, group_size, row_step)
     return cost + (partial if kv_start > 0 else 0.0)
-
-
-@cached_njit
-def _evaluate(
-    parent, start, end, num_queries, tail_parent, tail_start, seq_lens,
-    node_merged, tail_merged, kv_token, mma_row, partial, fixed, group_size, row_step,
-):  # fmt: skip
-    num_nodes = parent.size
-    begin = start.copy()  # where the node's pack begins
-    queries = num_queries.copy()  # that stay in the node's pack
-    for i in range(num_nodes):
-        if node_merged[i]:
-            begin[i] = begin[parent[i]]
-            queries[parent[i]] -= num_queries[i]
-    total = 0.0
-    for row in range(tail_parent.size):
-        kv_start = tail_start[row]
-        if tail_merged[row]:
-            kv_start = begin[tail_parent[row]]
-            queries[tail_parent[row]] -= 1
-        total += _tail_cost(
-            kv_start, seq_lens[row], kv_token, mma_row, partial, fixed, group_size, row_step
-        )
-    for i in range(num_nodes):
-        cost = _pack_cost(
-            end[i] - begin[i], queries[i], kv_token, mma_row, fixed, group_size, row_step
-        )
-        total += cost + queries[i] * partial
-    return total
 
 
 @cached_njit

@@ -1,14 +1,14 @@
-"""Forest + merges -> packs (PAT §5.1: which queries read which KV together)."""
+"""Forest + packing -> packs (PAT §5.1: which queries read which KV together)."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from sgl_prefix_attn.jit import cached_njit
-from sgl_prefix_attn.records import Forest, Merges, Packs
+from sgl_prefix_attn.records import Forest, Packing, Packs
 
 
-def make_packs(forest: Forest, merges: Merges) -> Packs:
+def make_packs(forest: Forest, packing: Packing) -> Packs:
     """One pack per node that kept queries, then one per request for its tail.
 
     The packs that a request appears in cover its KV positions [0, seq_len) exactly once.
@@ -16,7 +16,7 @@ def make_packs(forest: Forest, merges: Merges) -> Packs:
     return Packs(
         *_make(
             forest.parent, forest.start, forest.end, forest.num_queries, forest.tail_parent,
-            forest.tail_start, forest.seq_lens, merges.node, merges.tail,
+            forest.tail_start, forest.seq_lens, packing.node, packing.tail,
         )
     )  # fmt: skip
 

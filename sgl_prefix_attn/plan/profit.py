@@ -1,6 +1,6 @@
 """Split or merge, per node: the profit models behind one interface.
 
-`Merges` says for every node and tail whether its pack absorbs the KV of the node above. The
+`Packing` says for every node and tail whether its pack absorbs the KV of the node above. The
 strategies differ in nothing else, so that each ablation is one flag.
 """
 
@@ -10,8 +10,8 @@ import numpy as np
 
 from sgl_prefix_attn.jit import cached_njit
 from sgl_prefix_attn.plan.costs import CostModel
-from sgl_prefix_attn.plan.dynamic import optimal_merges
-from sgl_prefix_attn.records import Forest, Merges
+from sgl_prefix_attn.plan.dynamic import optimal_packing
+from sgl_prefix_attn.records import Forest, Packing
 
 STRATEGIES = ("query", "naive", "compute", "pat", "calibrated")
 
@@ -21,7 +21,7 @@ FASTTREE_WEIGHTS = (0.66, 0.33, 0.1)
 FASTTREE_TILES = ((64, 32), (16, 128))
 
 
-def choose_merges(forest: Forest, strategy: str, costs: CostModel) -> Merges:
+def choose_packing(forest: Forest, strategy: str, costs: CostModel) -> Packing:
     """Decide every merge of the forest.
 
     query       everything merges: one pack a request, as a query-centric kernel does
@@ -42,24 +42,24 @@ def choose_merges(forest: Forest, strategy: str, costs: CostModel) -> Merges:
             forest.parent, forest.start, forest.end, forest.num_queries, forest.tail_parent,
             forest.tail_start, forest.seq_lens, costs.group_size, weights, tiles,
         )  # fmt: skip
-        return Merges(node, tail)
+        return Packing(node, tail)
     if strategy == "calibrated":
-        return optimal_merges(forest, costs)
+        return optimal_packing(forest, costs)
     raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}; got {strategy!r}")
 
 
-def _constant(forest: Forest, merge: bool) -> Merges:
+def _constant(forest: Forest, merge: bool) -> Packing:
     node = np.full(forest.parent.size, merge) & (forest.parent >= 0)
-    return Merges(node, np.full(forest.tail_parent.size, merge) & (forest.tail_parent >= 0))
+    return Packing(node, np.full(forest.tail_parent.size, merge) & (forest.tail_parent >= 0))
 
 
-def _pat(forest: Forest) -> Merges:
+def _pat(forest: Forest) -> Packing:
     """Algorithm 1 as printed: the parent's own length decides, not the length of a merged chain."""
     length = forest.end - forest.start
     node, tail = forest.parent >= 0, forest.tail_parent >= 0
     node[node] = 4 * forest.num_queries[node] >= length[forest.parent[node]]
     tail[tail] = 4 >= length[forest.tail_parent[tail]]
-    return Merges(node, tail)
+    return Packing(node, tail)
 
 
 @cached_njit

@@ -1,35 +1,34 @@
-"""Forest + merges -> packs: runs of merged nodes, each position of each request covered once."""
+"""Forest + packing -> packs: runs of merged nodes, each position of each request covered once."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_prefix_attn.plan import CostModel
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.packs import make_packs
-from sgl_prefix_attn.plan.profit import STRATEGIES, choose_merges
-from sgl_prefix_attn.records import HeadConfig, Merges
-from tests.support.forests import path_table, path_tables, random_paths
+from sgl_prefix_attn.plan.profit import STRATEGIES, choose_packing
+from sgl_prefix_attn.records import HeadConfig, Packing
+from tests.support.forests import bytes_only, path_table, path_tables, random_paths
 
-COSTS = CostModel.bytes_only(HeadConfig(8, 2, 64))
+COSTS = bytes_only(HeadConfig(8, 2, 64))
 
 
 @st.composite
 def merged_forests(draw):
-    """Any forest with any merges: most of them no strategy would choose."""
+    """Any forest with any packing: most of them no strategy would choose."""
     forest = build_forest(draw(path_tables(max_nodes=12)))
     node = [parent >= 0 and draw(st.booleans()) for parent in forest.parent.tolist()]
     tail = [parent >= 0 and draw(st.booleans()) for parent in forest.tail_parent.tolist()]
-    return forest, Merges(np.array(node, bool), np.array(tail, bool))
+    return forest, Packing(np.array(node, bool), np.array(tail, bool))
 
 
-def expected_packs(forest, merges):
+def expected_packs(forest, packing):
     """{(last node or ~row, KV start): [KV end, requests]} by walking up from every request."""
     packs = {}
     for row in range(forest.tail_parent.size):
         last, end = ~row, int(forest.seq_lens[row])
-        start, merged = int(forest.tail_start[row]), merges.tail[row]
+        start, merged = int(forest.tail_start[row]), packing.tail[row]
         node = int(forest.tail_parent[row])
         while True:
             if not merged:  # the run of merged nodes ends here, below `node`
@@ -38,7 +37,7 @@ def expected_packs(forest, merges):
                 break
             if not merged:
                 last, end = node, int(forest.end[node])
-            start, merged = int(forest.start[node]), merges.node[node]
+            start, merged = int(forest.start[node]), packing.node[node]
             node = int(forest.parent[node])
     return packs
 
@@ -63,9 +62,9 @@ def as_dict(packs, forest):
 @given(merged_forests())
 @settings(max_examples=200, deadline=None)
 def test_packs_are_the_runs_of_merged_nodes(case):
-    forest, merges = case
-    packs = make_packs(forest, merges)
-    assert as_dict(packs, forest) == expected_packs(forest, merges)
+    forest, packing = case
+    packs = make_packs(forest, packing)
+    assert as_dict(packs, forest) == expected_packs(forest, packing)
     covered = [[] for _ in range(forest.tail_parent.size)]
     for i in range(packs.kv_start.size):
         for row in packs.queries[packs.query_offset[i] : packs.query_offset[i + 1]]:
@@ -79,12 +78,12 @@ def test_packs_are_the_runs_of_merged_nodes(case):
 def test_naive_is_one_pack_a_node_and_query_one_a_request(paths):
     forest = build_forest(paths)
     batch, num_nodes = forest.tail_parent.size, forest.parent.size
-    naive = make_packs(forest, choose_merges(forest, "naive", COSTS))
+    naive = make_packs(forest, choose_packing(forest, "naive", COSTS))
     assert naive.kv_start.size == num_nodes + batch
     assert naive.kv_start.tolist() == forest.start.tolist() + forest.tail_start.tolist()
     assert naive.kv_end.tolist() == forest.end.tolist() + forest.seq_lens.tolist()
     assert np.diff(naive.query_offset).tolist() == forest.num_queries.tolist() + [1] * batch
-    query = make_packs(forest, choose_merges(forest, "query", COSTS))
+    query = make_packs(forest, choose_packing(forest, "query", COSTS))
     assert query.kv_start.tolist() == [0] * batch
     assert query.kv_end.tolist() == forest.seq_lens.tolist()
     assert query.queries.tolist() == query.tail.tolist() == list(range(batch))
@@ -94,16 +93,16 @@ def test_naive_is_one_pack_a_node_and_query_one_a_request(paths):
 @pytest.mark.parametrize("batch", [1, 37, 113])
 def test_large_batches(batch, strategy):
     forest = build_forest(random_paths(batch, batch, 30))
-    merges = choose_merges(forest, strategy, COSTS)
-    assert as_dict(make_packs(forest, merges), forest) == expected_packs(forest, merges)
+    packing = choose_packing(forest, strategy, COSTS)
+    assert as_dict(make_packs(forest, packing), forest) == expected_packs(forest, packing)
 
 
 def test_a_worked_example():
     # root(10) with a(5) and the tail of request 3; a with the tails of requests 0, 1 and 2
     paths = path_table([(-1, 10), (0, 5)], [1, 1, 1, 0, 0], [2, 3, 4, 6, 7])
     forest = build_forest(paths)
-    merges = Merges(np.array([False, True]), np.array([False, False, True, True, False]))
-    packs = make_packs(forest, merges)
+    packing = Packing(np.array([False, True]), np.array([False, False, True, True, False]))
+    packs = make_packs(forest, packing)
     # a absorbs root, request 2's tail absorbs both, request 3's tail absorbs root: root keeps 4
     assert as_dict(packs, forest) == {
         (0, 0): [10, {4}],

@@ -7,16 +7,16 @@ from hypothesis import strategies as st
 from sgl_prefix_attn.plan import CostModel
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.packs import make_packs
-from sgl_prefix_attn.plan.profit import STRATEGIES, choose_merges
+from sgl_prefix_attn.plan.profit import STRATEGIES, choose_packing
 from sgl_prefix_attn.records import HeadConfig
-from tests.support.forests import path_table, path_tables
+from tests.support.forests import bytes_only, path_table, path_tables
 
 HEADS = HeadConfig(8, 8, 64)
 
 
 def packs_of(forest, strategy, costs=None):
-    costs = costs or CostModel.bytes_only(HEADS)
-    packs = make_packs(forest, choose_merges(forest, strategy, costs))
+    costs = costs or bytes_only(HEADS)
+    packs = make_packs(forest, choose_packing(forest, strategy, costs))
     return {
         (int(packs.kv_start[i]), int(packs.kv_end[i])): sorted(
             packs.queries[packs.query_offset[i] : packs.query_offset[i + 1]].tolist()
@@ -74,13 +74,13 @@ def test_pat_on_deeper_trees_by_hand():
 def test_pat_threshold(length, merged):
     """4 * size < len splits, and equality merges (the algorithm, not the strict > of the text)."""
     forest = build_forest(path_table([(-1, length), (0, 50), (0, 50)], [1, 1, 2, 2], [9] * 4))
-    assert choose_merges(forest, "pat", None).node.tolist() == [False, merged, merged]
+    assert choose_packing(forest, "pat", None).node.tolist() == [False, merged, merged]
 
 
 @pytest.mark.parametrize("length, merged", [(3, True), (4, True), (5, False)])
 def test_pat_threshold_of_tails(length, merged):
     forest = build_forest(path_table([(-1, length)], [0, 0], [9, 9]))
-    assert choose_merges(forest, "pat", None).tail.tolist() == [merged, merged]
+    assert choose_packing(forest, "pat", None).tail.tolist() == [merged, merged]
 
 
 # --- FastTree -------------------------------------------------------------------------------------
@@ -102,8 +102,8 @@ def test_compute_by_hand():
               -> split
     """
     paths = path_table([(-1, 40), (0, 100)], [1, 1, 0], [60, 60, 200])
-    merges = choose_merges(build_forest(paths), "compute", CostModel.bytes_only(HEADS))
-    assert not merges.node.any() and not merges.tail.any()
+    packing = choose_packing(build_forest(paths), "compute", bytes_only(HEADS))
+    assert not packing.node.any() and not packing.tail.any()
 
 
 def test_compute_merges_by_hand():
@@ -116,8 +116,8 @@ def test_compute_merges_by_hand():
         merge = C(15, 100) + 1485 = 66 + 138.6 + 1485 -> split, and so on: C(q, 100) only grows
     """
     paths = path_table([(-1, 100)], [0] * 17, [50] * 17)
-    merges = choose_merges(build_forest(paths), "compute", CostModel.bytes_only(HEADS))
-    assert merges.tail.tolist() == [True] + [False] * 16
+    packing = choose_packing(build_forest(paths), "compute", bytes_only(HEADS))
+    assert packing.tail.tolist() == [True] + [False] * 16
 
 
 def test_compute_counts_a_reduction_for_every_query():
@@ -130,8 +130,8 @@ def test_compute_counts_a_reduction_for_every_query():
           = 340.23 + 986.04 = 1326.27  ->  merge; with 0.1 alone split would be 1326.04
     """
     paths = path_table([(-1, 23), (0, 143)], [1] * 7 + [0] * 5, [500] * 12)
-    merges = choose_merges(build_forest(paths), "compute", CostModel.bytes_only(HEADS))
-    assert merges.node.tolist() == [False, True]
+    packing = choose_packing(build_forest(paths), "compute", bytes_only(HEADS))
+    assert packing.node.tolist() == [False, True]
 
 
 def fasttree(forest, group):
@@ -166,9 +166,9 @@ def fasttree(forest, group):
 @settings(max_examples=60, deadline=None)
 def test_compute_is_fasttrees_greedy_pass(paths, group):
     forest = build_forest(paths)
-    costs = CostModel.bytes_only(HeadConfig(group, 1, 64))
-    merges = choose_merges(forest, "compute", costs)
-    assert (merges.node.tolist(), merges.tail.tolist()) == fasttree(forest, group)
+    costs = bytes_only(HeadConfig(group, 1, 64))
+    packing = choose_packing(forest, "compute", costs)
+    assert (packing.node.tolist(), packing.tail.tolist()) == fasttree(forest, group)
 
 
 # --- all ------------------------------------------------------------------------------------------
@@ -178,13 +178,13 @@ def test_compute_is_fasttrees_greedy_pass(paths, group):
 def test_roots_have_nothing_to_merge_with(paths):
     forest = build_forest(paths)
     for strategy in STRATEGIES:
-        merges = choose_merges(forest, strategy, CostModel.for_gpu("H100", HEADS))
-        assert merges.node.dtype == merges.tail.dtype == bool
-        assert not merges.node[forest.parent < 0].any()
-        assert not merges.tail[forest.tail_parent < 0].any()
+        packing = choose_packing(forest, strategy, CostModel.for_gpu("H100", HEADS))
+        assert packing.node.dtype == packing.tail.dtype == bool
+        assert not packing.node[forest.parent < 0].any()
+        assert not packing.tail[forest.tail_parent < 0].any()
 
 
 def test_unknown_strategy():
     forest = build_forest(path_table([], [-1], [1]))
     with pytest.raises(ValueError, match="strategy must be one of query, naive.*got 'best'"):
-        choose_merges(forest, "best", CostModel.bytes_only(HEADS))
+        choose_packing(forest, "best", bytes_only(HEADS))

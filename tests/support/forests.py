@@ -8,11 +8,27 @@ import numpy as np
 from hypothesis import strategies as st
 
 from sgl_prefix_attn.plan import CostModel, Planner, TileConfig, TileSet
+from sgl_prefix_attn.plan.costs import partial_bytes
 from sgl_prefix_attn.records import HeadConfig, PathTable
 
 LENGTHS = (1, 2, 7, 15, 16, 17, 31, 63, 64, 65, 130)
 # short and long nodes beside each other, around PAT's threshold of 4 tokens a query
 PROFIT_LENGTHS = (1, 2, 3, 4, 5, 8, 12, 16, 17, 40, 200)
+
+
+def bytes_only(heads: HeadConfig, kv_bytes: int = 2) -> CostModel:
+    """Cost = bytes of KV and partial results, as PAT's profit model counts them."""
+    return CostModel(
+        kv_token=2 * heads.num_kv_heads * heads.head_dim * kv_bytes,
+        mma_row=0.0,
+        partial=partial_bytes(heads, kv_bytes),
+        item=0.0,
+        pack=0.0,
+        launch=0.0,
+        chain=0.0,
+        group_size=heads.group_size,
+        num_kv_heads=heads.num_kv_heads,
+    )
 
 
 def path_table(nodes, leaf, tails) -> PathTable:
