@@ -28,7 +28,8 @@ from eval.arguments import several
 from eval.bench_kernel.trees import Tree
 from sgl_prefix_attn.cli.argument_types import count
 from sgl_prefix_attn.metrics.counters import StepCounters
-from sgl_prefix_attn.paths.radix import read_paths
+from sgl_prefix_attn.paths.radix_reader import RadixReader
+from sgl_prefix_attn.paths.tree_reader import RunningBatch
 from sgl_prefix_attn.plan import CostModel, Planner
 from sgl_prefix_attn.plan.tile_defaults import default_tile_set
 from sgl_prefix_attn.predict.startup import default_costs
@@ -108,8 +109,11 @@ def measure(batch: int, levels: int, planner: Planner, repeats: int) -> dict:
     slots = torch.zeros(1, 1, dtype=torch.int32)  # read only under SGL_PREFIX_ATTN_CHECK
     steps = StepPreparer(Settings(), planner, lambda plan: True, StepCounters())
 
+    def batch_of(requests: list) -> RunningBatch:
+        return RunningBatch(requests, cache, seq_lens[: len(requests)], slots)
+
     def step(requests: list) -> None:
-        done = steps.prepare(requests, cache, seq_lens[: len(requests)], slots)
+        done = steps.prepare(batch_of(requests))
         if not done.is_prefix:
             raise RuntimeError(f"the step was not planned: {done.decision.reason}")
 
@@ -130,9 +134,9 @@ def measure(batch: int, levels: int, planner: Planner, repeats: int) -> dict:
     times["steady"] = _median_ms(lambda: step(fewer), steady, before=grow)
     if sum(steps.counters.plans.values()) != plans_before:
         raise RuntimeError("a steady step planned")
-    lens = seq_lens[:batch]
-    times["walk"] = _median_ms(lambda: read_paths(fewer, cache, lens), repeats)
-    paths = read_paths(fewer, cache, lens)
+    reader = RadixReader()
+    times["walk"] = _median_ms(lambda: reader.read_paths(batch_of(fewer)), repeats)
+    paths = reader.read_paths(batch_of(fewer))
     times["plan"] = _median_ms(lambda: planner.plan(paths), repeats)
     return times
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from eval import bench_plan
 from eval.policy_holdout.looks import facts_without_plan
-from sgl_prefix_attn.paths.radix import read_paths
+from sgl_prefix_attn.paths.radix_reader import RadixReader
+from sgl_prefix_attn.paths.tree_reader import RunningBatch
 from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.predict.predictor import Predictor
 from sgl_prefix_attn.step.policy import decide
@@ -31,7 +32,7 @@ def policy_us(predictor: Predictor, planner: Planner, calls: int = _CALLS) -> di
     reqs = bench_plan.fake_requests(tree)
     cache = bench_plan.RadixCache()
     seq_lens = np.full(BATCH, tree.seq_len + 100)
-    paths = read_paths(reqs, cache, seq_lens)
+    paths = RadixReader().read_paths(RunningBatch(reqs, cache, seq_lens, None))
     facts = facts_without_plan(predictor, paths)
     steps = bench_plan.measure(BATCH, _LEVELS, planner, _STEPS)
     return {

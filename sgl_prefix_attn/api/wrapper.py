@@ -11,7 +11,7 @@ import torch
 from sgl_prefix_attn.api import argument_checks as checks
 from sgl_prefix_attn.execute.executor import Capacity, PlanExecutor
 from sgl_prefix_attn.execute.lse import Lse
-from sgl_prefix_attn.paths import block_table as bt
+from sgl_prefix_attn.paths import block_tables as bt
 from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.plan.tile_defaults import default_tile_set
 from sgl_prefix_attn.predict.startup import default_costs

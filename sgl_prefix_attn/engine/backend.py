@@ -29,6 +29,7 @@ from sgl_prefix_attn.engine.graph_variants import GraphVariants
 from sgl_prefix_attn.engine.ranks import agreement
 from sgl_prefix_attn.engine.runner_backend import find_backend
 from sgl_prefix_attn.metrics.counters import StepCounters
+from sgl_prefix_attn.paths.tree_reader import RunningBatch
 from sgl_prefix_attn.predict.predictor import Predictor
 from sgl_prefix_attn.records import Decision
 from sgl_prefix_attn.settings import Settings
@@ -98,10 +99,12 @@ class PrefixAttnBackend(AttentionBackend):
             return
         try:
             self._observed = self._steps.prepare(
-                schedule_batch.reqs,
-                schedule_batch.tree_cache,
-                forward_batch.seq_lens_cpu.numpy(),
-                self.req_to_token_pool.req_to_token,
+                RunningBatch(
+                    schedule_batch.reqs,
+                    schedule_batch.tree_cache,
+                    forward_batch.seq_lens_cpu.numpy(),
+                    self.req_to_token_pool.req_to_token,
+                )
             )
         except Exception:
             if self._runner.ps.tp_size > 1:
@@ -135,7 +138,7 @@ class PrefixAttnBackend(AttentionBackend):
     # --- SGLang's metadata contract --------------------------------------------------------------
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self._look_for_wrapper()
+        self._find_wrapper()
         self.variants.reset()
         self.stock.init_cuda_graph_state(max_bs, max_num_tokens)
         if self._executor is not None:
@@ -155,7 +158,7 @@ class PrefixAttnBackend(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch) -> None:
         """Eager entry point."""
-        self._look_for_wrapper()
+        self._find_wrapper()
         step = self._take_step(forward_batch.forward_mode)
         if not step.is_prefix or step.cross_check:
             self.stock.init_forward_metadata(forward_batch)
@@ -272,8 +275,8 @@ class PrefixAttnBackend(AttentionBackend):
             self.stock.init_forward_metadata(forward_batch)
         self._active = _UNOBSERVED
 
-    def _look_for_wrapper(self) -> None:
-        """Behind a wrapper that the hook cannot look through no batch ever reaches us."""
+    def _find_wrapper(self) -> None:
+        """Run stock alone behind a wrapper that hides us: no batch ever reaches us there."""
         if self._model_problem is None and find_backend(self._runner) is not self:
             self._only_stock("wrapped_backend")
 

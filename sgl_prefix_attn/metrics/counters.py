@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KV_KINDS = ("read", "query_centric", "unique")
-# How a look at the batch ended: with a plan, with stock kernels and no plan, with an error.
-PLANNED, NO_PLAN, FAILED = "planned", "no_plan", "failed"
+# How the evaluation of a batch ended: with a plan, or with an error.
+PLANNED, FAILED = "planned", "failed"
 
 
 class KvTokens(NamedTuple):
     """KV tokens of one layer in one step: loaded, loaded by one-request-a-row kernels, distinct.
 
-    unique is 0 for a stock step that ran without a look at its batch.
+    unique is 0 for a stock step whose batch was not evaluated.
     """
 
     read: int
@@ -63,14 +63,9 @@ class StepCounters:
     kv_tokens: Counter = field(default_factory=Counter)  # kind -> KV tokens per layer
     plans: Counter = field(default_factory=Counter)  # cause -> plans
     last_plan: PlanStats | None = None
-    look_seconds: Counter = field(default_factory=Counter)  # outcome -> host seconds
+    plan_seconds: Counter = field(default_factory=Counter)  # outcome -> host seconds
     mismatches: int = 0
     _told: set = field(default_factory=set)
-
-    @property
-    def plan_seconds(self) -> float:
-        """Host seconds of the looks that made a plan."""
-        return self.look_seconds[PLANNED]
 
     def step(self, decision: Decision, kv_tokens: KvTokens, steps: int = 1) -> None:
         """kv_tokens: of all these steps together."""
@@ -88,17 +83,17 @@ class StepCounters:
             self.exporter.interval(variant, seconds)
 
     @contextmanager
-    def look(self) -> Iterator[None]:
-        """Around a look at the batch: what it took, by how it ended."""
-        plans, outcome, start = self.plans.total(), FAILED, time.perf_counter()
+    def evaluation(self) -> Iterator[None]:
+        """Time the evaluation of a batch, by how it ended."""
+        outcome, start = FAILED, time.perf_counter()
         try:
             yield
-            outcome = PLANNED if self.plans.total() > plans else NO_PLAN
+            outcome = PLANNED
         finally:
             seconds = time.perf_counter() - start
-            self.look_seconds[outcome] += seconds
+            self.plan_seconds[outcome] += seconds
             if self.exporter is not None:
-                self.exporter.look(outcome, seconds)
+                self.exporter.planned(outcome, seconds)
 
     def plan(self, cause: str, stats: PlanStats) -> None:
         self.plans[cause] += 1
@@ -116,18 +111,3 @@ class StepCounters:
         if reason not in self._told:
             self._told.add(reason)
             logger.log(level, message, *args, exc_info=exc_info)
-
-    def as_dict(self) -> dict:
-        """Plain data, for reports."""
-        return {
-            "steps": [
-                {"variant": decision.variant, "reason": decision.reason, "count": count}
-                for decision, count in sorted(
-                    self.steps.items(), key=lambda item: (item[0].variant, item[0].reason)
-                )
-            ],
-            "kv_tokens": {kind: self.kv_tokens[kind] for kind in KV_KINDS},
-            "plans": dict(sorted(self.plans.items())),
-            "look_seconds": dict(sorted(self.look_seconds.items())),
-            "mismatches": self.mismatches,
-        }

@@ -40,7 +40,7 @@ class _Totals:
         self.steps = Counter(counters.steps)
         self.kv_tokens = Counter(counters.kv_tokens)
         self.plans = Counter(counters.plans)
-        self.look_seconds = counters.look_seconds.total()
+        self.plan_seconds = counters.plan_seconds.total()
 
 
 def describe(
@@ -67,7 +67,7 @@ def describe(
         )
     causes = ", ".join(f"{cause} {count}" for cause, count in plans.most_common())
     parts.append(f"#plan: {plans.total()}" + (f" ({causes})" if causes else ""))
-    parts.append(f"planning (ms): {1e3 * (now.look_seconds - before.look_seconds):.2f}")
+    parts.append(f"planning (ms): {1e3 * (now.plan_seconds - before.plan_seconds):.2f}")
     if counters.last_plan is not None:
         stats = counters.last_plan
         parts.append(f"last plan: #pack: {stats.num_packs}, #work-item: {stats.num_items}")

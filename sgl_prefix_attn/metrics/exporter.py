@@ -115,7 +115,7 @@ class PrometheusExporter:
     def interval(self, variant: str, seconds: float) -> None:
         self._interval[variant](seconds)
 
-    def look(self, outcome: str, seconds: float) -> None:
+    def planned(self, outcome: str, seconds: float) -> None:
         self._metrics.plan_seconds.labels(outcome=outcome).inc(seconds)
 
     def plan(self, cause: str, stats: PlanStats) -> None:

@@ -1,4 +1,4 @@
-"""Counts each decode step: its KV tokens, carried on from the last look at the batch."""
+"""Counts each decode step: its KV tokens, carried on from the last evaluation of the batch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ _BATCH = 8
 
 
 class StepCount:
-    """Use per decode step: start(), after a look looked_*(), then known() or unread(). The counters
-    may lag behind by less than _BATCH steps until flush()."""
+    """Use per decode step: start(), after an evaluation evaluated_*(), then known() or unread().
+
+    The counters may lag behind by less than _BATCH steps until flush().
+    """
 
     def __init__(self, counters: StepCounters):
         self._counters = counters
         self._intervals = StepIntervals()
-        self._looked = KvTokens(0, 0, 0)
-        self._steps_since_look = 0
+        self._first = KvTokens(0, 0, 0)
+        self._steps_since = 0
         self._decision: Decision | None = None  # of the steps not counted yet ...
         self._batch_size = 0
         self._pending = 0  # ... and how many they are
@@ -41,36 +43,36 @@ class StepCount:
         """Something else than a usual decode step runs: the time around it is no step's time."""
         self._intervals.interrupt()
 
-    def looked_prefix(self, stats: PlanStats) -> None:
+    def evaluated_prefix(self, stats: PlanStats) -> None:
         """From now on the batch runs a plan."""
-        self._look(stats.kv_tokens_read, stats.kv_tokens_query_centric, stats.kv_tokens_unique)
+        self._carry_on(stats.kv_tokens_read, stats.kv_tokens_query_centric, stats.kv_tokens_unique)
 
-    def looked_stock(self, seq_lens: np.ndarray, unique: int) -> None:
+    def evaluated_stock(self, seq_lens: np.ndarray, unique: int) -> None:
         """From now on the batch runs stock kernels; unique: distinct KV tokens of its tree."""
         total = sum(seq_lens.tolist())
-        self._look(total, total, unique)
+        self._carry_on(total, total, unique)
 
-    def _look(self, *tokens: int) -> None:
+    def _carry_on(self, *tokens: int) -> None:
         self.flush()
-        self._looked = KvTokens(*tokens)
-        self._steps_since_look = 0
+        self._first = KvTokens(*tokens)
+        self._steps_since = 0
 
     def known(self, decision: Decision, batch_size: int) -> None:
-        """A step of the batch that was looked at: since then every request has grown by one
+        """A step of the batch that was evaluated: since then every request has grown by one
         private token a step."""
         if decision is not self._decision or batch_size != self._batch_size:
             self.flush()
             self._decision, self._batch_size = decision, batch_size
         self._pending += 1
-        self._steps_since_look += 1
+        self._steps_since += 1
         if self._pending >= self._batch:
             self.flush()
         self._intervals.ran(decision.variant)
 
     def unread(self, decision: Decision, seq_lens: np.ndarray) -> None:
-        """A stock step whose batch was not compared with the one looked at."""
+        """A stock step whose batch was not compared with the one evaluated."""
         self.flush()
-        self._steps_since_look += 1
+        self._steps_since += 1
         total = sum(seq_lens.tolist())
         self._counters.step(decision, KvTokens(total, total, 0))
         self._intervals.ran(decision.variant)
@@ -80,7 +82,7 @@ class StepCount:
         steps, self._pending = self._pending, 0
         if steps == 0:
             return
-        first = self._steps_since_look - steps
+        first = self._steps_since - steps
         grown = self._batch_size * (first * steps + steps * (steps - 1) // 2)
-        tokens = KvTokens(*(steps * count + grown for count in self._looked))
+        tokens = KvTokens(*(steps * count + grown for count in self._first))
         self._counters.step(self._decision, tokens, steps)

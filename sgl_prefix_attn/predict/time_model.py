@@ -13,7 +13,7 @@ import numpy as np
 
 from sgl_prefix_attn.jit import cached_njit
 from sgl_prefix_attn.plan.costs import CostModel
-from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS, prefix_physical
+from sgl_prefix_attn.plan.estimate import prefix_physical
 from sgl_prefix_attn.predict.stock_work import StockWork
 from sgl_prefix_attn.records import PlanWork
 
@@ -86,14 +86,6 @@ def predict_prefix(model: TimeModel, work: PlanWork, costs: CostModel) -> float:
     """Microseconds a layer of a plan."""
     us = prefix_physical(model.coefficients, work, costs)
     return _corrected(model, us, prefix_features(work, us))
-
-
-def least_prefix(model: TimeModel, unique: int, costs: CostModel) -> float:
-    """Microseconds a layer below which no plan over `unique` KV tokens is predicted: the launch
-    and the bytes alone, less what the correction may take off."""
-    named = dict(zip((name for name, *_ in PREFIX_COEFFICIENTS), model.coefficients, strict=True))
-    us = named["launch"] + named["bandwidth"] * costs.kv_token * unique
-    return us if model.correction is None else us * math.exp(-_LARGEST_CORRECTION)
 
 
 def _corrected(model: TimeModel, us: float, features: np.ndarray) -> float:

@@ -26,8 +26,8 @@ GAINS = {
 # After a switch the new variant stays this many steps, unless the other is predicted to be faster
 # by more than HELD_LOSS: a batch on the border must not flip with every request that comes or goes.
 HOLD_STEPS, HELD_LOSS = 32, 1.08
-# Stock kernels run any batch, so one that was given to them, or whose plan failed, is looked at
-# again only after so many steps, however it changes meanwhile: a look costs the host more than a
+# Stock kernels run any batch, so one that was given to them, or whose plan failed, is evaluated
+# again only after so many steps, however it changes meanwhile: that costs the host more than a
 # step's bookkeeping.
 STOCK_STEPS = 8
 

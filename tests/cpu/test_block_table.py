@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_prefix_attn.paths.block_table import shared_paths, token_slots
+from sgl_prefix_attn.paths.block_tables import shared_paths, token_slots
 from sgl_prefix_attn.plan.forest import build_forest
 from tests.support.forests import chain
 

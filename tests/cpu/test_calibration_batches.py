@@ -17,7 +17,7 @@ from sgl_prefix_attn.calibrate.batches import (
 )
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.packs import make_packs
-from sgl_prefix_attn.plan.profit import choose_merges
+from sgl_prefix_attn.plan.profit import choose_packing
 from sgl_prefix_attn.plan.splits import split_jobs
 from sgl_prefix_attn.plan.tiles import tile_packs
 from sgl_prefix_attn.plan.work import ITEM_TOKENS, SHARED_CTAS, SHARED_TOKEN, TAIL_CTAS
@@ -210,7 +210,7 @@ def test_plan_work(paths, heads, strategy):
     maker = planner(heads, strategy)
     plan = maker.plan(paths)
     forest = build_forest(paths)
-    packs = make_packs(forest, choose_merges(forest, strategy, maker.costs))
+    packs = make_packs(forest, choose_packing(forest, strategy, maker.costs))
     tiling = tile_packs(packs, maker.tile_set, maker.costs)
     splits, _ = split_jobs(packs, tiling, maker.tile_set, maker.costs)
     parts = parts_of_requests(packs, tiling, splits)

@@ -10,7 +10,7 @@ from sgl_prefix_attn.plan import CostModel, Planner, TileConfig, TileSet
 from sgl_prefix_attn.plan.estimate import estimated_us
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.packs import make_packs
-from sgl_prefix_attn.plan.profit import choose_merges
+from sgl_prefix_attn.plan.profit import choose_packing
 from sgl_prefix_attn.plan.splits import split_jobs
 from sgl_prefix_attn.plan.tiles import tile_packs
 from sgl_prefix_attn.records import HeadConfig
@@ -113,7 +113,7 @@ def test_no_item_outlasts_its_share_of_the_step_unless_its_job_is_too_short(shar
     paths = random_paths(1, 12, 6, lengths=(16, 200, 900, 3000))
     costs, tiles = CostModel.for_gpu("H100", HEADS), tile_set(num_sms=64, longest=(share,))
     forest = build_forest(paths)
-    packs = make_packs(forest, choose_merges(forest, "naive", costs))
+    packs = make_packs(forest, choose_packing(forest, "naive", costs))
     tiling = tile_packs(packs, tiles, costs)
     splits, _ = split_jobs(packs, tiling, tiles, costs)
     full = splits == tiling.most_splits

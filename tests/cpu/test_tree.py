@@ -8,13 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_prefix_attn.patches import remaps as remaps_hook
-from sgl_prefix_attn.paths.radix import (
-    TreeInvariantError,
-    check_paths,
-    read_paths,
-    remaps,
-    unsupported_tree,
-)
+from sgl_prefix_attn.paths.readers import reader_of, unsupported_tree
+from sgl_prefix_attn.paths.tree_reader import RunningBatch, TreeInvariantError, check_paths
 from tests.support.fake_sglang import ChunkCache, HiRadixCache, Req, World, path
 
 PROMPTS = st.lists(
@@ -29,8 +24,16 @@ def world_of(prompts) -> World:
     return world
 
 
+def read_batch(batch: RunningBatch):
+    return reader_of(batch.tree_cache).read_paths(batch)
+
+
 def read(world):
-    return read_paths(world.reqs, world.cache, world.seq_lens())
+    return read_batch(world.batch())
+
+
+def check(paths, world, grown=1):
+    check_paths(paths, world.batch(grown), reader_of(world.cache))
 
 
 def chain(paths, i_req):
@@ -54,7 +57,7 @@ def test_paths_are_the_tree(prompts):
         assert sum(int(paths.length[n]) for n in nodes) == req.cache_protected_len
     reached = {n for i in range(len(world.reqs)) for n in chain(paths, i)}
     assert reached == set(range(len(paths.parent))), "no node without a request"
-    check_paths(paths, world.reqs, world.cache, world.req_to_token)
+    check(paths, world)
 
 
 @given(PROMPTS, st.data())
@@ -67,9 +70,7 @@ def test_check_finds_any_wrong_length(prompts, data):
     length = paths.length.copy()
     length[data.draw(st.integers(0, len(length) - 1))] += data.draw(st.sampled_from([-1, 1]))
     with pytest.raises(TreeInvariantError, match=r"request r\d+.*node \d+.*position \d+"):
-        check_paths(
-            dataclasses.replace(paths, length=length), world.reqs, world.cache, world.req_to_token
-        )
+        check(dataclasses.replace(paths, length=length), world)
 
 
 def test_check_finds_a_shift_that_keeps_the_sum():
@@ -80,9 +81,7 @@ def test_check_finds_a_shift_that_keeps_the_sum():
     length[root] += 1
     length[np.arange(len(length)) != root] -= 1
     with pytest.raises(TreeInvariantError, match="holds 2 tokens, the path says 3"):
-        check_paths(
-            dataclasses.replace(paths, length=length), world.reqs, world.cache, world.req_to_token
-        )
+        check(dataclasses.replace(paths, length=length), world)
 
 
 def test_check_names_request_node_and_position_of_a_wrong_slot():
@@ -91,14 +90,14 @@ def test_check_names_request_node_and_position_of_a_wrong_slot():
     world.req_to_token[1, 2] += 1
     node = world.reqs[1].last_node
     with pytest.raises(TreeInvariantError, match=rf"request r1: node {node.id} .* at position 2"):
-        check_paths(paths, world.reqs, world.cache, world.req_to_token)
+        check(paths, world)
 
 
 def test_check_finds_a_path_as_long_as_the_request():
     world = world_of([[0, 1, 2]])
-    paths = read_paths(world.reqs, world.cache, world.seq_lens(grown=0))
+    paths = read_batch(world.batch(grown=0))
     with pytest.raises(TreeInvariantError, match="seq_len is 3"):
-        check_paths(paths, world.reqs, world.cache, world.req_to_token)
+        check(paths, world)
 
 
 def test_split_in_mid_decode_keeps_the_old_id_at_the_rest():
@@ -110,7 +109,7 @@ def test_split_in_mid_decode_keeps_the_old_id_at_the_rest():
     assert int(after.node_id[after.leaf[0]]) == int(before.node_id[0])
     assert int(after.length[after.leaf[0]]) == 2
     assert int(after.parent[after.leaf[0]]) == int(after.parent[after.leaf[1]]) >= 0
-    check_paths(after, world.reqs, world.cache, world.req_to_token)
+    check(after, world)
 
 
 def test_join_and_leave_change_only_their_own_paths():
@@ -124,17 +123,19 @@ def test_join_and_leave_change_only_their_own_paths():
 def test_requests_without_a_path():
     world = world_of([[], [0, 1]])
     retracted = Req("gone", None)  # SGLang clears node and row when it retracts a request
-    paths = read_paths([*world.reqs, retracted], world.cache, np.array([5, 3, 4]))
+    reqs = [*world.reqs, retracted]
+    batch = RunningBatch(reqs, world.cache, np.array([5, 3, 4]), world.req_to_token)
+    paths = read_batch(batch)
     assert paths.leaf.tolist() == [-1, 0, -1]
     assert paths.seq_lens.dtype == np.int32
-    check_paths(paths, [*world.reqs, retracted], world.cache, world.req_to_token)
+    check_paths(paths, batch, reader_of(world.cache))
 
 
 def test_finished_request_in_its_last_overlapped_step():
     world = world_of([[0, 1, 2]])
     world.reqs[0].req_pool_idx = None  # its row is free already
     paths = read(world)
-    check_paths(paths, world.reqs, world.cache, world.req_to_token)
+    check(paths, world)
     assert paths.leaf.tolist() == [0]
 
 
@@ -146,7 +147,7 @@ def test_root_of_a_tree_that_was_reset_since_ends_the_path():
 
 def test_radix_cache_off_is_single_tails():
     reqs = [Req("a", 0), Req("b", 1)]
-    paths = read_paths(reqs, ChunkCache(), np.array([4, 9]))
+    paths = read_batch(RunningBatch(reqs, ChunkCache(), np.array([4, 9]), None))
     assert paths.leaf.tolist() == [-1, -1] and not len(paths.parent)
 
 
@@ -156,8 +157,7 @@ def test_other_caches_are_refused_with_their_name():
     # A subclass keeps its values elsewhere.
     assert unsupported_tree(HiRadixCache()) == "tree:HiRadixCache"
     assert unsupported_tree(object()) == "tree:object"
-    with pytest.raises(ValueError, match="tree:HiRadixCache"):
-        read_paths([], HiRadixCache(), np.zeros(0))
+    assert reader_of(HiRadixCache()) is None
 
 
 def test_each_node_is_walked_once():
@@ -188,10 +188,10 @@ def test_each_node_is_walked_once():
 
 def test_remaps_are_counted_for_each_cache():
     first, second = World().cache, World().cache
-    assert remaps(first) is None, "nothing was counted yet"
+    assert reader_of(first).remaps(first) is None, "nothing was counted yet"
     counts = []
     for _ in range(3):
         remaps_hook.hook(first, object(), chunked=True)
-        counts.append(remaps(first))
+        counts.append(reader_of(first).remaps(first))
     assert len(set(counts)) == 3 and None not in counts
-    assert remaps(second) is None
+    assert reader_of(second).remaps(second) is None

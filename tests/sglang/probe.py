@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from sgl_prefix_attn.paths.radix_reader import RadixReader
+
 
 def register():
     steps, fault_file = os.environ.get("PROBE_STEPS"), os.environ.get("PROBE_FAULT")
@@ -44,16 +46,17 @@ def _read(path: Path) -> str:
 
 def _record_steps(preparer, steps: Path, fault_file: Path):
     prepare = preparer.StepPreparer.prepare
-    is_remapped = preparer.PlanLifetime._is_remapped
+    mapping, read = RadixReader.mapping, []
 
-    def noted_is_remapped(self, reqs):
-        self.probe_read = True
-        return is_remapped(self, reqs)
+    def noted_mapping(self, reqs):
+        read.append(True)
+        return mapping(self, reqs)
 
-    preparer.PlanLifetime._is_remapped = noted_is_remapped
+    RadixReader.mapping = noted_mapping
     nth_step = {}
 
-    def recorded(self, reqs, tree_cache, seq_lens, req_to_token):
+    def recorded(self, batch):
+        read.clear()
         before = dict(self.counters.plans)
         fault = _read(fault_file)
         nth = nth_step[fault] = nth_step.get(fault, -1) + 1
@@ -65,11 +68,11 @@ def _record_steps(preparer, steps: Path, fault_file: Path):
                 dataclasses.replace(self.settings, policy="stock"),
             )
             try:
-                step = prepare(self, reqs, tree_cache, seq_lens, req_to_token)
+                step = prepare(self, batch)
             finally:
                 self.settings = settings
         else:
-            step = prepare(self, reqs, tree_cache, seq_lens, req_to_token)
+            step = prepare(self, batch)
         after = dict(self.counters.plans)
         plan = step.new_plan
         record = {
@@ -77,9 +80,9 @@ def _record_steps(preparer, steps: Path, fault_file: Path):
             "variant": step.decision.variant,
             "reason": step.decision.reason,
             "causes": [c for c in after if after[c] != before.get(c, 0)],
-            "requests_read": self.lifetime.__dict__.pop("probe_read", False),
-            "requests": [req.rid for req in reqs],
-            "seq_lens": seq_lens.tolist(),
+            "requests_read": bool(read),
+            "requests": [req.rid for req in batch.reqs],
+            "seq_lens": batch.seq_lens.tolist(),
             "nodes": plan.stats.num_nodes if plan else None,
             "read": plan.stats.kv_tokens_read if plan else None,
             "query_centric": plan.stats.kv_tokens_query_centric if plan else None,
@@ -121,25 +124,25 @@ def _within(bounds: list[str], nth: int) -> bool:
 
 
 def _plant_faults(preparer, build, fault_file: Path):
-    read_paths, plan = preparer.read_paths, build.Planner.plan
+    read_paths, plan = RadixReader.read_paths, build.Planner.plan_forest
     load, append = build.PlanExecutor.load, build.PlanExecutor.append
     stale, init = preparer.PlanLifetime.stale, preparer.StepPreparer.__init__
     nth_plan = {}
 
-    def faulty_read_paths(*args):
-        paths = read_paths(*args)
+    def faulty_read_paths(self, batch):
+        paths = read_paths(self, batch)
         if _read(fault_file) == "tree_off_by_one" and len(paths.length):
             length = paths.length.copy()
             length[0] -= 1
             return dataclasses.replace(paths, length=length)
         return paths
 
-    def faulty_plan(self, paths):
+    def faulty_plan(self, forest):
         fault = _read(fault_file)
         nth = nth_plan[fault] = nth_plan.get(fault, -1) + 1
         if _fails_to_plan(fault, nth):
             raise ZeroDivisionError("planted")
-        good = plan(self, paths)
+        good = plan(self, forest)
         change = {"shared_node_dropped": _drop_shared_node, "tails_swapped": _swap_tails}.get(fault)
         return good if change is None else dataclasses.replace(good, words=change(good))
 
@@ -166,8 +169,8 @@ def _plant_faults(preparer, build, fault_file: Path):
 
     preparer.PlanLifetime.stale = faulty_stale
     preparer.StepPreparer.__init__ = faulty_init
-    preparer.read_paths = faulty_read_paths
-    build.Planner.plan = faulty_plan
+    RadixReader.read_paths = faulty_read_paths
+    build.Planner.plan_forest = faulty_plan
     build.PlanExecutor.load = poisoned_load
     build.PlanExecutor.append = faulty_append
 

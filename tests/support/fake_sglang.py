@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from sgl_prefix_attn.paths.tree_reader import RunningBatch
+
 
 class Node:
     counter = 0
@@ -81,6 +83,10 @@ class World:
 
     def seq_lens(self, grown=1) -> np.ndarray:
         return np.array([r.cache_protected_len + grown for r in self.reqs], dtype=np.int64)
+
+    def batch(self, grown=1, cache=None) -> RunningBatch:
+        """The requests in a step in which each has `grown` tokens beyond its cached ones."""
+        return RunningBatch(self.reqs, cache or self.cache, self.seq_lens(grown), self.req_to_token)
 
     def _split(self, child: Node, at: int) -> Node:
         front = Node(child.parent, child.tokens[:at], child.value[:at].tolist())

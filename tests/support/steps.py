@@ -45,9 +45,7 @@ def shared_world() -> World:
 
 def run(steps, world, grown, cache=None):
     """The step in which every request has `grown` tokens beyond the cached ones."""
-    return steps.prepare(
-        world.reqs, cache or world.cache, world.seq_lens(grown), world.req_to_token
-    )
+    return steps.prepare(world.batch(grown, cache))
 
 
 class Failing:
@@ -56,18 +54,18 @@ class Failing:
     def __init__(self, *failing_calls):
         self.planner, self.failing, self.calls = planner(), failing_calls, 0
 
-    def plan(self, paths):
+    def plan_forest(self, forest):
         self.calls += 1
         if self.calls in self.failing:
             raise ZeroDivisionError("planted")
-        return self.planner.plan(paths)
+        return self.planner.plan_forest(forest)
 
 
 class Times:
     """A predictor with given microseconds; remembers what it was asked."""
 
-    def __init__(self, stock, prefix, least=1.0):
-        self.stock_us, self.prefix_us, self.least_us = stock, prefix, least
+    def __init__(self, stock, prefix):
+        self.stock_us, self.prefix_us = stock, prefix
         self.source = "measured"
         self.asked = []
 
@@ -78,6 +76,3 @@ class Times:
     def prefix(self, work):
         assert work.tail_tokens + work.shared_tokens > 0
         return self.prefix_us
-
-    def least_prefix(self, unique):
-        return self.least_us

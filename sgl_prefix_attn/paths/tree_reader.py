@@ -1,0 +1,145 @@
+"""What the rest of the package knows of SGLang's prefix caches: one reader per cache class.
+
+Only the readers touch a request's or a tree's fields; they read attributes and import nothing of
+SGLang. What every reader guarantees, and check_paths verifies: the nodes of a request's path hold
+its protected tokens, and their slots are the first of its row of req_to_token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import is_not
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from sgl_prefix_attn.records import PathTable
+
+
+class TreeInvariantError(RuntimeError):
+    """The prefix cache and SGLang's slots disagree; the message names request, node, position."""
+
+
+class RunningBatch(NamedTuple):
+    """A decode batch as SGLang hands it over.
+
+    reqs          requests in batch order
+    tree_cache    SGLang's prefix cache
+    seq_lens      int [B] KV tokens of each request, the token being decoded included
+    req_to_token  int32 [rows, positions] KV slots, on SGLang's device
+    """
+
+    reqs: Sequence
+    tree_cache: object
+    seq_lens: np.ndarray
+    req_to_token: torch.Tensor
+
+
+@dataclass(frozen=True)
+class KvMapping:
+    """What decides where the KV of a batch lies: node, protected length and allocation of each
+    request. Holds references, so that no address is reused meanwhile."""
+
+    nodes: list
+    protected_lens: list[int]
+    allocations: list
+
+    def differs_from(self, other: KvMapping) -> bool:
+        """Compare allocations by identity: SGLang's compare by value, and a new one may be equal
+        (with the radix cache off nothing else changes then)."""
+        if self.nodes != other.nodes or self.protected_lens != other.protected_lens:
+            return True
+        return any(map(is_not, self.allocations, other.allocations))
+
+
+@dataclass(frozen=True)
+class RequestPath:
+    """One request's path as the cache has it, for check_paths.
+
+    nodes          (id, slots int [tokens]) from the root down
+    protected_len  KV tokens that the request holds on the path
+    row            of req_to_token, None for a request without slots
+    """
+
+    nodes: list[tuple[int, torch.Tensor]]
+    protected_len: int
+    row: int | None
+
+
+class TreeReader(Protocol):
+    """Reads the prefix paths of one SGLang cache class. Stateless."""
+
+    def read_paths(self, batch: RunningBatch) -> PathTable:
+        """Prefix paths of the batch, in O(nodes + requests); leaf is -1 without a path."""
+        ...
+
+    def mapping(self, reqs: Sequence) -> KvMapping:
+        """What must stay for a plan of these requests to stay valid, besides their lengths."""
+        ...
+
+    def remaps(self, tree_cache) -> int | None:
+        """How often running requests may have got other nodes or slots so far (the hook in
+        patches/remaps.py counts); None where nothing counts."""
+        ...
+
+    def request_path(self, req) -> RequestPath:
+        """One request's path, node by node."""
+        ...
+
+
+def check_paths(paths: PathTable, batch: RunningBatch, reader: TreeReader) -> None:
+    """Verify a PathTable against the cache and the slots (SGL_PREFIX_ATTN_CHECK=1).
+
+    For each request: its path holds the protected tokens, fewer than its seq_len, and its row of
+    req_to_token has the nodes' slots. Synchronises with the device.
+    Raises TreeInvariantError naming request, node and position.
+    """
+    for i_req, req in enumerate(batch.reqs):
+        chain = _chain(paths, int(paths.leaf[i_req]))
+        ids = [int(paths.node_id[i_node]) for i_node in chain]
+        total = int(sum(paths.length[i_node] for i_node in chain))
+        known = reader.request_path(req)
+        if total != known.protected_len or total >= paths.seq_lens[i_req]:
+            raise TreeInvariantError(
+                f"request {req.rid}: the path to node {ids[-1] if ids else None} holds {total} "
+                f"tokens, but cache_protected_len is {known.protected_len} and seq_len is "
+                f"{paths.seq_lens[i_req]} (position {min(total, known.protected_len)})"
+            )
+        if not chain or known.row is None:
+            continue
+        if ids != [node_id for node_id, _ in known.nodes]:
+            raise TreeInvariantError(
+                f"request {req.rid}: the path names other nodes than the tree at node {ids[-1]} "
+                f"(position 0)"
+            )
+        lengths = [int(paths.length[i_node]) for i_node in chain]
+        _check_slots(f"request {req.rid}", known, lengths, batch.req_to_token[known.row])
+
+
+def _check_slots(who: str, path: RequestPath, lengths: list[int], row: torch.Tensor) -> None:
+    start = 0
+    for (node_id, value), length in zip(path.nodes, lengths, strict=True):
+        slots, value = row[start : start + length].cpu(), value.cpu()
+        if len(value) != length:
+            raise TreeInvariantError(
+                f"{who}: node {node_id} holds {len(value)} tokens, the path says {length} "
+                f"(position {start + min(len(value), length)})"
+            )
+        differs = torch.nonzero(slots != value.to(slots.dtype)).flatten()
+        if len(differs):
+            at = int(differs[0])
+            raise TreeInvariantError(
+                f"{who}: node {node_id} has slot {int(value[at])} at position {start + at}, "
+                f"SGLang's row has {int(slots[at])}"
+            )
+        start += length
+
+
+def _chain(paths: PathTable, leaf: int) -> list[int]:
+    chain = []
+    while leaf >= 0:
+        chain.append(leaf)
+        leaf = int(paths.parent[leaf])
+    return chain[::-1]
