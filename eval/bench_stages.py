@@ -20,7 +20,9 @@ from eval.bench_kernel.trees import parse_trees
 from sgl_prefix_attn.api.argument_checks import lengths, path_table
 from sgl_prefix_attn.calibrate.timing import LayerTimer
 from sgl_prefix_attn.cli.model_heads import parse_heads
-from sgl_prefix_attn.execute.executor import Capacity, PlanExecutor
+from sgl_prefix_attn.execute.backends.choice import new_backend
+from sgl_prefix_attn.execute.executor import PlanExecutor
+from sgl_prefix_attn.execute.params import Capacity, LayerParams
 from sgl_prefix_attn.kernels import layout as L
 from sgl_prefix_attn.plan import Planner, TileSet
 from sgl_prefix_attn.plan.tile_defaults import default_tile_set
@@ -85,22 +87,15 @@ def _time(case: Case, stage: str) -> float:
     planner = Planner(case.heads, tile_set=tile_set, costs=costs)
     seq_lens = lengths(np.full(case.tree.batch_size, case.tree.seq_len))
     plan = planner.plan(path_table(case.tree.prefix_paths(), seq_lens))
-    executor = PlanExecutor(
-        case.heads,
-        device=case.device,
-        dtype=case.dtype,
-        tile_set=tile_set,
-        capacity=Capacity.for_plans(plan),
-    )
+    backend = new_backend(case.device, case.heads, case.dtype, tile_set)
+    executor = PlanExecutor(backend, Capacity.for_plans(plan))
     rows = torch.arange(case.tree.batch_size, device=case.device)
     executor.load(without(plan, tile_set, stage), case.req_to_token, rows)
     out = case.new_out()
 
     def run(layer: int) -> torch.Tensor:
-        executor.run(
-            case.q, case.k[layer], case.v[layer], case.seq_lens, out[layer],
-            sm_scale=case.sm_scale,
-        )  # fmt: skip
+        k, v = case.k[layer], case.v[layer]
+        executor.run(LayerParams(case.q, k, v, case.seq_lens, out[layer], None, case.sm_scale, 0.0))
         return out[layer]
 
     return LayerTimer(run, case.num_layers, case.device, capture=True).us()

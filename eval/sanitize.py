@@ -20,7 +20,9 @@ import numpy as np
 import torch
 
 from sgl_prefix_attn.execute import reference
-from sgl_prefix_attn.execute.executor import Capacity, PlanExecutor
+from sgl_prefix_attn.execute.backends.choice import new_backend
+from sgl_prefix_attn.execute.executor import PlanExecutor
+from sgl_prefix_attn.execute.params import Capacity, LayerParams
 from sgl_prefix_attn.kernels import layout
 from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.plan.tile_defaults import default_tile_set
@@ -107,16 +109,14 @@ def run_case(plant: bool = False, device: str = "cuda") -> int:
     ).plan(paths)
     unused = [i for i in range(len(tiles.tiles)) if plan.words[layout.H_QUEUES + 2 * i + 1] == 0]
     assert not unused and plan.num_partials, f"queues {unused} of the case are empty"
-    executor = PlanExecutor(
-        HEADS, device=device, dtype=torch.bfloat16, tile_set=tiles,
-        capacity=Capacity.for_plans(plan),
-    )  # fmt: skip
+    backend = new_backend(torch.device(device), HEADS, torch.bfloat16, tiles)
+    executor = PlanExecutor(backend, Capacity.for_plans(plan))
     q, k, v, seq_lens, last = (t.to(device) for t in (q, k, v, seq_lens, last))
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=device)
     executor.load(plan, req_to_token.to(device), pool.to(device))
     executor.append(seq_lens, last)
-    executor.run(q, k, v, seq_lens, out, sm_scale=HEADS.head_dim**-0.5, out_lse=lse)
+    executor.run(LayerParams(q, k, v, seq_lens, out, lse, HEADS.head_dim**-0.5, 0.0))
     error = (out.cpu().double() - want).norm() / want.norm()
     print(f"case small: {batch} requests, {plan.stats.num_items} items, error {error:.2e}")
     return 0 if error < 1e-2 else 1

@@ -52,17 +52,17 @@ def _swap_tails(planted: Callable[[], None]) -> None:
     """Two requests' private tails are read from each other's slots."""
     from sgl_prefix_attn.plan import Planner
 
-    plan = Planner.plan
+    plan = Planner.plan_forest
 
-    def faulty(self, paths):
-        good = plan(self, paths)
+    def faulty(self, forest):
+        good = plan(self, forest)
         words = with_two_tails_swapped(good)
         if words is good.words:
             return good
         planted()
         return replace(good, words=words)
 
-    Planner.plan = faulty
+    Planner.plan_forest = faulty
 
 
 def _skip_append(planted: Callable[[], None]) -> None:
@@ -74,9 +74,9 @@ def _skip_append(planted: Callable[[], None]) -> None:
     def faulty(self, *args, **kwargs):
         # All of append runs (it also resets the kernels' queues), then the indices are put back;
         # both are captured in the graph.
-        before = self._kv_indices.clone()
+        before = self.workspace.kv_indices.clone()
         append(self, *args, **kwargs)
-        self._kv_indices.copy_(before)
+        self.workspace.kv_indices.copy_(before)
         planted()
 
     PlanExecutor.append = faulty

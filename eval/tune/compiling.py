@@ -75,12 +75,12 @@ def _try(tile: TileConfig, target: Target) -> Report | str:
 
 
 def report(tile: TileConfig, target: Target) -> Report:
-    """Compile one tile with the arguments that ForwardLauncher gives it."""
+    """Compile one tile with the arguments that TritonBackend gives it."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from sgl_prefix_attn.execute.launch import compiler_options, forward_constants
+    from sgl_prefix_attn.execute.backends.triton_backend import compiler_options, forward_constants
     from sgl_prefix_attn.kernels.triton.shared import shared_kernel
     from sgl_prefix_attn.kernels.triton.tails import tails_kernel
 

@@ -9,8 +9,10 @@ import numpy as np
 import torch
 
 from sgl_prefix_attn.api import argument_checks as checks
-from sgl_prefix_attn.execute.executor import Capacity, PlanExecutor
+from sgl_prefix_attn.execute.backends.choice import new_backend
+from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.lse import Lse
+from sgl_prefix_attn.execute.params import Capacity, LayerParams
 from sgl_prefix_attn.paths import block_tables as bt
 from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.plan.tile_defaults import default_tile_set
@@ -151,14 +153,16 @@ class PrefixDecodeWrapper:
         if return_lse:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         self._executor.run(
-            q,
-            k_cache,
-            v_cache,
-            self._seq_lens,
-            out,
-            sm_scale=self.sm_scale,
-            logits_soft_cap=self.logits_soft_cap,
-            out_lse=lse,
+            LayerParams(
+                q=q,
+                k_cache=k_cache,
+                v_cache=v_cache,
+                seq_lens=self._seq_lens,
+                out=out,
+                out_lse=lse,
+                sm_scale=self.sm_scale,
+                soft_cap=self.logits_soft_cap,
+            )
         )
         return (out, Lse(lse, "2")) if return_lse else out
 
@@ -197,13 +201,8 @@ class PrefixDecodeWrapper:
         if self._executor is None or not self._executor.capacity.covers(plan):
             need = Capacity.for_plans(plan)
             have = self._executor.capacity if self._executor else Capacity(1, 1, 1)
-            self._executor = PlanExecutor(
-                self.heads,
-                device=self.device,
-                dtype=self.dtype,
-                tile_set=self._tile_set,
-                capacity=have.grown_to(need),
-            )
+            backend = new_backend(self.device, self.heads, self.dtype, self._tile_set)
+            self._executor = PlanExecutor(backend, have.grown_to(need))
             self._seq_lens = None
         req_to_token = req_to_token.to(self.device, torch.int32)
         self._executor.load(plan, req_to_token, pool.to(self.device))

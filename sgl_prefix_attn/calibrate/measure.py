@@ -9,7 +9,9 @@ import torch
 
 from sgl_prefix_attn.calibrate.batches import Batch, prefix_lens
 from sgl_prefix_attn.calibrate.timing import LayerTimer, medians_us
-from sgl_prefix_attn.execute.executor import Capacity, PlanExecutor
+from sgl_prefix_attn.execute.backends.choice import new_backend
+from sgl_prefix_attn.execute.executor import PlanExecutor
+from sgl_prefix_attn.execute.params import Capacity, LayerParams
 from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.records import HeadConfig, PathTable, Plan
 
@@ -58,13 +60,8 @@ class BatchMeter:
         q_shape = (max_batch, self.heads.num_qo_heads, self.heads.head_dim)
         self._q = torch.randn(q_shape, generator=generator, device=device, dtype=dtype)
         self._executor = PlanExecutor(
-            self.heads,
-            device=device,
-            dtype=dtype,
-            tile_set=planner.tile_set,
-            capacity=Capacity.for_server(
-                max_batch, pool_tokens, planner.headroom, planner.tile_set
-            ),
+            new_backend(device, self.heads, dtype, planner.tile_set),
+            Capacity.for_server(max_batch, pool_tokens, planner.headroom, planner.tile_set),
         )
         self._stock_workspace = torch.empty(_STOCK_WORKSPACE, dtype=torch.uint8, device=device)
 
@@ -102,7 +99,7 @@ class BatchMeter:
         def run(layer: int) -> torch.Tensor:
             k, v = layers[layer]
             sm_scale = self.heads.head_dim**-0.5
-            self._executor.run(q, k, v, seq_lens, outs[layer], sm_scale=sm_scale)
+            self._executor.run(LayerParams(q, k, v, seq_lens, outs[layer], None, sm_scale, 0.0))
             return outs[layer]
 
         return LayerTimer(run, len(layers), self.device, True)

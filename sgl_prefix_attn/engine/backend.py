@@ -28,6 +28,8 @@ from sgl_prefix_attn.engine.cross_check import check_layer
 from sgl_prefix_attn.engine.graph_variants import GraphVariants
 from sgl_prefix_attn.engine.ranks import agreement
 from sgl_prefix_attn.engine.runner_backend import find_backend
+from sgl_prefix_attn.execute.backends.choice import why_no_backend
+from sgl_prefix_attn.execute.params import LayerParams
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.paths.tree_reader import RunningBatch
 from sgl_prefix_attn.predict.predictor import Predictor
@@ -61,7 +63,11 @@ class PrefixAttnBackend(AttentionBackend):
         self._model_problem = policy.unsupported_model(model_facts.model_facts(runner))
         planner = predictor = self._executor = self._padding = None
         if self._model_problem is None:
-            built = build(runner, model_facts.head_config(runner), settings)
+            self._heads = model_facts.head_config(runner)
+            device = torch.device(runner.device)
+            self._model_problem = why_no_backend(device, self._heads, runner.dtype)
+        if self._model_problem is None:
+            built = build(runner, self._heads, settings)
             planner, self._executor = built.planner, built.executor
             if built.calibration is not None:
                 predictor = Predictor(built.calibration)
@@ -144,7 +150,7 @@ class PrefixAttnBackend(AttentionBackend):
         if self._executor is not None:
             # Nothing writes padding rows: they must hold finite numbers, because a model may take
             # statistics over all rows (dynamic activation scales, expert routing).
-            heads = self._executor.heads
+            heads = self._heads
             shape = (max_bs, heads.num_qo_heads, heads.head_dim)
             self._graph_out = torch.zeros(
                 shape, dtype=self._runner.dtype, device=self._runner.device
@@ -221,13 +227,16 @@ class PrefixAttnBackend(AttentionBackend):
                 out[batch_size:] = 0  # padding rows, as in init_cuda_graph_state
         try:
             self._executor.run(
-                q,
-                self.token_to_kv_pool.get_key_buffer(layer.layer_id),
-                self.token_to_kv_pool.get_value_buffer(layer.layer_id),
-                forward_batch.seq_lens,
-                out,
-                sm_scale=layer.scaling,
-                logits_soft_cap=layer.logit_cap,
+                LayerParams(
+                    q=q,
+                    k_cache=self.token_to_kv_pool.get_key_buffer(layer.layer_id),
+                    v_cache=self.token_to_kv_pool.get_value_buffer(layer.layer_id),
+                    seq_lens=forward_batch.seq_lens,
+                    out=out,
+                    out_lse=None,
+                    sm_scale=layer.scaling,
+                    soft_cap=layer.logit_cap,
+                )
             )
         except Exception as error:
             self._survive(error, forward_batch)

@@ -8,7 +8,9 @@ import numpy as np
 import torch
 
 from sgl_prefix_attn.engine.ranks import cpu_group
-from sgl_prefix_attn.execute.executor import Capacity, PlanExecutor
+from sgl_prefix_attn.execute.backends.choice import new_backend
+from sgl_prefix_attn.execute.executor import PlanExecutor
+from sgl_prefix_attn.execute.params import Capacity
 from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.plan.tile_defaults import default_tile_set
 from sgl_prefix_attn.predict.record import Calibration
@@ -51,14 +53,8 @@ def build(runner, heads: HeadConfig, settings: Settings) -> Execution:
         headroom=settings.headroom,
         tile_set=tile_set,
     )
-    executor = PlanExecutor(
-        heads,
-        device=runner.device,
-        dtype=runner.dtype,
-        tile_set=tile_set,
-        capacity=capacity,
-    )
-    return Execution(planner, executor, calibration)
+    backend = new_backend(torch.device(runner.device), heads, runner.dtype, tile_set)
+    return Execution(planner, PlanExecutor(backend, capacity), calibration)
 
 
 def _calibration(runner, heads: HeadConfig, num_sms: int) -> Calibration | None:

@@ -37,7 +37,6 @@ def model_facts(runner) -> ModelFacts:
         kv_scales=any(_is_scaled(x) for x in layers),
         kv_dtype=str(runner.kv_cache_dtype).removeprefix("torch."),
         model_dtype=str(runner.dtype).removeprefix("torch."),
-        device=runner.device,
         kv_pool=_pool_name(pool),
         server=unsupported_server(runner.server_args),
     )

@@ -50,7 +50,6 @@ def execute(
     v_cache: torch.Tensor,
     kv_indices: torch.Tensor,
     seq_lens: torch.Tensor,
-    num_partials: int,
     *,
     sm_scale: float,
     logits_soft_cap: float = 0.0,
@@ -60,6 +59,8 @@ def execute(
     Returns out [B, Hq, D] in q's dtype and the LSE in base 2. Rows that no item writes stay NaN.
     """
     batch = words[L.H_BATCH].item()
+    merges = _merge_entries(words)
+    num_partials = max((entry[L.M_SLOT] + entry[L.M_COUNT] for entry in merges), default=0)
     _, num_qo_heads, head_dim = q.shape
     out = torch.full((batch, num_qo_heads, head_dim), math.nan, dtype=torch.float32)
     lse = torch.full((batch, num_qo_heads), math.nan, dtype=torch.float32)
@@ -73,7 +74,7 @@ def execute(
                 out[rows], lse[rows] = o, lse2
             else:
                 partial_out[slots], partial_lse[slots] = o, lse2
-    _merge(words, partial_out, partial_lse, out, lse)
+    _merge(merges, partial_out, partial_lse, out, lse)
     return out.to(q.dtype), Lse(lse, "2")
 
 
@@ -144,9 +145,13 @@ def _attend(q, k, v, sm_scale, logits_soft_cap, dtype=torch.float32):
     return out.reshape(n, num_qo_heads, head_dim), lse.view(n, num_qo_heads) / math.log(2)
 
 
-def _merge(words, partial_out, partial_lse, out, lse) -> None:
+def _merge_entries(words: torch.Tensor) -> list[list[int]]:
     first, count = words[L.H_MERGES].item(), words[L.H_NUM_MERGES].item()
-    for entry in words[first:][: count * L.MERGE_WORDS].view(count, L.MERGE_WORDS).tolist():
+    return words[first:][: count * L.MERGE_WORDS].view(count, L.MERGE_WORDS).tolist()
+
+
+def _merge(merges, partial_out, partial_lse, out, lse) -> None:
+    for entry in merges:
         slots = slice(entry[L.M_SLOT], entry[L.M_SLOT] + entry[L.M_COUNT])
         total = torch.logsumexp(partial_lse[slots] * math.log(2), dim=0)
         weight = torch.exp(partial_lse[slots] * math.log(2) - total)

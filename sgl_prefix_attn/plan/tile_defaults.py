@@ -18,7 +18,7 @@ def default_tile_set(device: torch.device | str, heads: HeadConfig) -> TileSet:
         return gpu_tile_set(torch.cuda.get_device_properties(device).multi_processor_count, heads)
     tail_m, requests = _tail_rows(heads)
     return TileSet(
-        shared=tuple(TileConfig(max(m, tail_m), 32) for m in (16, 64)),
+        shared=tuple(TileConfig(rows, 32) for rows in sorted({max(m, tail_m) for m in (16, 64)})),
         tail=TileConfig(tail_m, 32, requests=1),
         packed_tail=TileConfig(tail_m, 32, requests=requests) if requests > 1 else None,
         packed_len=32,

@@ -49,7 +49,6 @@ class ModelFacts:
     kv_scales: bool
     kv_dtype: str
     model_dtype: str
-    device: str
     kv_pool: str  # class name, with its layout when that is not slot-major
     server: str | None  # engine/model_facts.unsupported_server()
 
@@ -94,8 +93,6 @@ def unsupported_model(facts: ModelFacts) -> str | None:
         return "layers:logit_transform"
     if facts.server is not None:
         return facts.server
-    if facts.model_dtype == "float32" and facts.device != "cpu":
-        return "dtype:float32"
     if facts.kv_dtype != facts.model_dtype:
         return f"kv_dtype:{facts.kv_dtype}"
     if facts.kv_scales:

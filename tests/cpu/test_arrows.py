@@ -33,7 +33,7 @@ ROOMS = {
 SGLANG_IMPORTERS = {"cpu", "engine", "metrics", "patches", "plugin"}
 # Of the kernels' words alone.
 LAYOUT = f"{PACKAGE}.kernels.layout"
-LAUNCHER = f"{PACKAGE}.execute.launch"
+LAUNCHER = f"{PACKAGE}.execute.backends.triton_backend"
 
 
 def module_names(path: Path, module: str) -> set[str]:

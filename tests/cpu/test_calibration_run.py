@@ -21,7 +21,7 @@ from sgl_prefix_attn.calibrate.rates import (
     unshared,
 )
 from sgl_prefix_attn.engine.build import padding_plan
-from sgl_prefix_attn.execute.executor import Capacity
+from sgl_prefix_attn.execute.params import Capacity
 from sgl_prefix_attn.plan import CostModel, Planner
 from sgl_prefix_attn.plan.costs import GPU_RATES
 from sgl_prefix_attn.plan.tile_defaults import default_tile_set, gpu_tile_set

@@ -105,7 +105,8 @@ def test_a_gpu_server_plans_with_the_calibration_of_its_group(tp_size, monkeypat
 
     tiles = build.default_tile_set("cpu", HEADS)
     monkeypatch.setattr(build, "default_tile_set", lambda device, heads: tiles)
-    monkeypatch.setattr(build, "PlanExecutor", lambda *args, **options: "executor")
+    monkeypatch.setattr(build, "new_backend", lambda *args: "backend")
+    monkeypatch.setattr(build, "PlanExecutor", lambda *args: "executor")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: KEY.gpu)
     monkeypatch.setattr(build, "agreed", agreed)
     built = build.build(runner("cuda", tp_size, "group"), HEADS, Settings())

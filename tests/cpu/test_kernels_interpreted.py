@@ -1,4 +1,4 @@
-"""Runs tests/support/interpreted_kernels.py with TRITON_INTERPRET=1, in a process of its own.
+"""Runs tests/cpu/interpreted_kernels.py with TRITON_INTERPRET=1, in a process of its own.
 
 The variable must be set before the kernels are imported, and every other test in this process must
 find them as they are.

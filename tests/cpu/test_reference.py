@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_prefix_attn.execute import reference
-from sgl_prefix_attn.execute.executor import Capacity
+from sgl_prefix_attn.execute.params import Capacity
 from sgl_prefix_attn.plan import STRATEGIES
 from sgl_prefix_attn.records import HeadConfig, PlanTooLarge
 from tests.support.forests import path_table, path_tables, planner, random_paths

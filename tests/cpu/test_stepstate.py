@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from sgl_prefix_attn.execute.executor import Capacity
+from sgl_prefix_attn.execute.params import Capacity
 from sgl_prefix_attn.paths.radix_reader import RadixReader
 from sgl_prefix_attn.records import Decision, Prediction
 from sgl_prefix_attn.settings import Settings

@@ -1,5 +1,7 @@
 """eval.compare_outputs without an engine: the judgement, the planted faults, the requests."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -78,7 +80,7 @@ def run(plan, lens=(40, 40, 37)):
     indices = torch.zeros(plan.num_index_slots, dtype=torch.int32)
     reference.fill_segments(words, rows, torch.arange(3), indices)
     seq_lens = torch.tensor(lens, dtype=torch.int32)
-    out, _ = reference.execute(words, q, k, v, indices, seq_lens, plan.num_partials, sm_scale=0.25)
+    out, _ = reference.execute(words, q, k, v, indices, seq_lens, sm_scale=0.25)
     return out
 
 
@@ -97,7 +99,7 @@ def test_dropped_node_changes_every_row(monkeypatch):
 def test_swapped_tails_change_two_rows(monkeypatch):
     good = run(plan_of())
     notes = []
-    monkeypatch.setattr(Planner, "plan", Planner.plan)
+    monkeypatch.setattr(Planner, "plan_forest", Planner.plan_forest)
     faults.FAULTS["swap_tails"](lambda: notes.append(1))
     bad = run(plan_of())
     changed = ((good - bad).abs().amax((1, 2)) > 1e-3).tolist()
@@ -108,16 +110,16 @@ def test_skipped_append_leaves_the_indices(monkeypatch):
     from sgl_prefix_attn.execute.executor import PlanExecutor
 
     class Executor:
-        _kv_indices = torch.zeros(3)
+        workspace = SimpleNamespace(kv_indices=torch.zeros(3))
 
         def append(self, slot):
-            self._kv_indices[1] = slot
+            self.workspace.kv_indices[1] = slot
 
     monkeypatch.setattr(PlanExecutor, "append", Executor.append)
     faults.FAULTS["skip_append"](lambda: None)
     executor = Executor()
     PlanExecutor.append(executor, 7)
-    assert executor._kv_indices.tolist() == [0, 0, 0]
+    assert executor.workspace.kv_indices.tolist() == [0, 0, 0]
 
 
 def test_without_anything_shared_no_fault_is_noted(tmp_path, monkeypatch):
@@ -125,7 +127,7 @@ def test_without_anything_shared_no_fault_is_noted(tmp_path, monkeypatch):
     assert faults.times_planted(log) == 0
     monkeypatch.setenv(faults.FAULT_ENV, "swap_tails")
     monkeypatch.setenv(faults.LOG_ENV, str(log))
-    monkeypatch.setattr(Planner, "plan", Planner.plan)
+    monkeypatch.setattr(Planner, "plan_forest", Planner.plan_forest)
     faults.register()
     plan_of()
     plan_of()

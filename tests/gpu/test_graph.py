@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sgl_prefix_attn.engine.build import padding_plan
+from sgl_prefix_attn.execute.params import LayerParams
 from sgl_prefix_attn.kernels import layout as L
 from tests.support import gpu_problems
 from tests.support.forests import path_table
@@ -73,8 +74,10 @@ class Server:
         self.executor.append(self.seq_lens, self.out_cache_loc)
         for layer in range(LAYERS):
             self.executor.run(
-                self.q[layer], self.kv[layer, 0], self.kv[layer, 1], self.seq_lens,
-                self.out[layer], sm_scale=self.sm_scale, out_lse=self.lse[layer],
+                LayerParams(
+                    self.q[layer], self.kv[layer, 0], self.kv[layer, 1], self.seq_lens,
+                    self.out[layer], self.lse[layer], self.sm_scale, 0.0,
+                )
             )  # fmt: skip
 
     def start(self, name):
@@ -105,13 +108,13 @@ class Server:
 
     def replay(self, problem):
         """Replay, and return the entries of kv_indices that changed."""
-        before = self.executor._kv_indices.clone()
+        before = self.executor.workspace.kv_indices.clone()
         self.graph.replay()
         batch = problem.q.shape[0]
         assert self.out[:, batch:].isnan().all(), "padding rows were written"
         assert self.lse[:, batch:].isnan().all(), "padding rows were written"
-        assert self.executor._workspace.tickets.eq(0).all()
-        return (self.executor._kv_indices != before).nonzero().flatten().cpu()
+        assert self.executor.workspace.tickets.eq(0).all()
+        return (self.executor.workspace.kv_indices != before).nonzero().flatten().cpu()
 
     def check(self, problem):
         batch = problem.q.shape[0]
@@ -178,7 +181,7 @@ def test_growing_through_replays(server, name):
         changed = server.replay(problem)
         ends = server.tail_ends(name, problem)
         assert set(changed.tolist()) <= set(ends.tolist()), "an entry of no request was written"
-        assert torch.equal(server.executor._kv_indices.cpu()[ends].long(), slots.cpu())
+        assert torch.equal(server.executor.workspace.kv_indices.cpu()[ends].long(), slots.cpu())
         if step in (0, 1, HEADROOM // 2, HEADROOM - 1):
             server.check(problem)
 
@@ -200,10 +203,10 @@ def test_a_batch_of_padding_alone(server):
     server._load_padding()
     for tensor in (server.kv, server.q, server.out):
         tensor.fill_(math.nan)
-    before = server.executor._kv_indices.clone()
+    before = server.executor.workspace.kv_indices.clone()
     server.graph.replay()
     assert server.out.isnan().all()
-    assert torch.equal(server.executor._kv_indices, before)
+    assert torch.equal(server.executor.workspace.kv_indices, before)
 
 
 def test_a_skipped_append_is_found(server):

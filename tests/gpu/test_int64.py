@@ -6,11 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sgl_prefix_attn.execute.executor import Capacity, PlanExecutor
 from sgl_prefix_attn.kernels import layout as L
-from sgl_prefix_attn.plan.tile_defaults import default_tile_set
 from tests.support import gpu_problems
-from tests.support.gpu_problems import LLAMA, TREES, gpu_problem, loaded, planner, run
+from tests.support.gpu_problems import LLAMA, TREES, executor, gpu_problem, loaded, planner, run
 from tests.support.problems import assert_attention
 
 LIMIT = 2**31
@@ -68,7 +66,7 @@ def test_rows_of_q_and_out_beyond_2_to_31_elements():
     out.fill_(math.nan)
     for strategy in ("naive", "query"):  # merged rows and directly written ones
         made = loaded(problem, planner(strategy=strategy).plan(paths))
-        made.run(q, problem.k, problem.v, problem.seq_lens, out, sm_scale=problem.sm_scale)
+        made.run(problem.layer(out, q=q))
         assert_attention(problem, out.contiguous())
         out.fill_(math.nan)
 
@@ -87,7 +85,7 @@ def test_partial_rows_beyond_2_to_31_elements():
     assert plan.num_partials > 0 and merges.size
     moved = replace(plan, words=words, num_partials=plan.num_partials + offset)
     made = loaded(problem, moved)
-    assert made._workspace.partial_out.numel() > LIMIT
+    assert made.workspace.partial_out.numel() > LIMIT
     assert_attention(problem, *run(made, problem))
 
 
@@ -101,14 +99,6 @@ def test_rows_of_req_to_token_beyond_2_to_31_elements():
     table = flat.as_strided((rows, columns), (stride, 1))
     table.copy_(problem.req_to_token)
     assert int(problem.pool.max()) * stride > LIMIT
-    made = PlanExecutor(
-        LLAMA,
-        device=gpu_problems.DEVICE,
-        dtype=problem.dtype,
-        tile_set=default_tile_set(gpu_problems.DEVICE, LLAMA),
-        capacity=Capacity.for_plans(plan),
-        use_triton=True,
-    )
-    made._kv_indices.fill_(problem.poison_slot)
+    made = executor(problem, plan)
     made.load(plan, table, problem.pool)
     assert_attention(problem, *run(made, problem))

@@ -101,7 +101,7 @@ def test_without_lse_nothing_else_changes():
     made = loaded(problem, planner().plan(paths))
     want, _ = run(made, problem)
     out = torch.full_like(problem.q, math.nan)
-    made.run(problem.q, problem.k, problem.v, problem.seq_lens, out, sm_scale=problem.sm_scale)
+    made.run(problem.layer(out))
     assert torch.equal(out, want)
 
 
@@ -114,9 +114,7 @@ def test_strided_tensors():
     both = torch.stack([problem.k, problem.v], dim=1)
     q = torch.stack([torch.full_like(problem.q, math.nan), problem.q], dim=1)
     out = torch.full_like(q, math.nan)
-    made.run(
-        q[:, 1], both[:, 0], both[:, 1], problem.seq_lens, out[:, 0], sm_scale=problem.sm_scale
-    )
+    made.run(problem.layer(out[:, 0], q=q[:, 1], k_cache=both[:, 0], v_cache=both[:, 1]))
     assert torch.equal(out[:, 0], want) and out[:, 1].isnan().all()
 
 

@@ -24,15 +24,15 @@ LSE_TOLERANCE = 2e-4
 def interpreted(made, problem, plan):
     """reference.execute of the words and indices that are on the device."""
     return reference.execute(
-        made._words.cpu(), problem.q.cpu(), problem.k.cpu(), problem.v.cpu(),
-        made._kv_indices.cpu(), problem.seq_lens.cpu(), plan.num_partials,
+        made.workspace.words.cpu(), problem.q.cpu(), problem.k.cpu(), problem.v.cpu(),
+        made.workspace.kv_indices.cpu(), problem.seq_lens.cpu(),
         sm_scale=problem.sm_scale, logits_soft_cap=problem.soft_cap,
     )  # fmt: skip
 
 
 def compare(made, problem, plan):
     out, lse = (t.cpu() for t in run(made, problem))
-    assert made._workspace.tickets.eq(0).all(), "the next forward starts from ticket 0"
+    assert made.workspace.tickets.eq(0).all(), "the next forward starts from ticket 0"
     want, want_lse = interpreted(made, problem, plan)
     torch.testing.assert_close(lse, want_lse.values, rtol=0, atol=LSE_TOLERANCE)
     # Probabilities are rounded to the model's dtype, and so is the output.
@@ -86,10 +86,10 @@ def test_runs_back_to_back_do_not_meet():
     want, _ = run(made, problem)
     outs = [torch.full_like(problem.q, float("nan")) for _ in range(64)]
     for out in outs:
-        made.run(problem.q, problem.k, problem.v, problem.seq_lens, out, sm_scale=problem.sm_scale)
+        made.run(problem.layer(out))
     for out in outs:
         assert torch.equal(out, want)
-    assert made._workspace.tickets.eq(0).all()
+    assert made.workspace.tickets.eq(0).all()
 
 
 def test_serial_and_parallel_tiles_agree_bit_for_bit():

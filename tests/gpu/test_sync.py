@@ -34,7 +34,7 @@ def steady_step(made, step, layers=4):
     problem, _, last, out = step
     made.append(problem.seq_lens, last)
     for _ in range(layers):
-        made.run(problem.q, problem.k, problem.v, problem.seq_lens, out, sm_scale=problem.sm_scale)
+        made.run(problem.layer(out))
 
 
 def replanning_step(made, step):

@@ -149,7 +149,7 @@ def _plant_faults(preparer, build, fault_file: Path):
     def poisoned_load(self, *args):
         # Entries that nobody writes point at the padding slot: an earlier scenario with the same
         # slots must not have left the right ones there.
-        self._kv_indices.zero_()
+        self.workspace.kv_indices.zero_()
         load(self, *args)
 
     def faulty_append(self, *args):

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from sgl_prefix_attn.execute.executor import Capacity, PlanExecutor
+from sgl_prefix_attn.execute.backends.triton_backend import TritonBackend
+from sgl_prefix_attn.execute.executor import PlanExecutor
+from sgl_prefix_attn.execute.params import Capacity
 from sgl_prefix_attn.plan import Planner, TileSet
 from sgl_prefix_attn.plan.tile_defaults import default_tile_set
 from sgl_prefix_attn.predict.startup import default_costs
@@ -57,23 +59,22 @@ def executor(
 ) -> PlanExecutor:
     """Room for the plans; kv_indices full of the poison slot and partial rows full of NaN."""
     capacity = Capacity.for_plans(*plans)
-    made = PlanExecutor(
+    backend = TritonBackend(
         problem.heads,
-        device=DEVICE,
-        dtype=problem.dtype,
-        tile_set=tiles or default_tile_set(DEVICE, problem.heads),
-        capacity=capacity,
-        parallel_tiles=parallel_tiles,
-        use_triton=True,
+        tiles or default_tile_set(DEVICE, problem.heads),
+        problem.dtype,
+        torch.device(DEVICE),
+        parallel_tiles,
     )
+    made = PlanExecutor(backend, capacity)
     poison(made, problem)
     return made
 
 
 def poison(made: PlanExecutor, problem: Problem) -> None:
-    made._kv_indices.fill_(problem.poison_slot)
-    made._workspace.partial_out.fill_(math.nan)
-    made._workspace.partial_state.fill_(math.nan)
+    made.workspace.kv_indices.fill_(problem.poison_slot)
+    made.workspace.partial_out.fill_(math.nan)
+    made.workspace.partial_state.fill_(math.nan)
 
 
 def loaded(problem: Problem, plan: Plan, **options) -> PlanExecutor:
@@ -91,10 +92,7 @@ def run(made: PlanExecutor, problem: Problem) -> tuple[torch.Tensor, torch.Tenso
     seq_lens = torch.cat([problem.seq_lens, problem.seq_lens.new_ones(PADDING)])
     out = torch.full_like(q, math.nan)
     lse = torch.full(q.shape[:2], math.nan, device=q.device)
-    made.run(
-        q, problem.k, problem.v, seq_lens, out, sm_scale=problem.sm_scale,
-        logits_soft_cap=problem.soft_cap, out_lse=lse,
-    )  # fmt: skip
+    made.run(problem.layer(out, q=q, seq_lens=seq_lens, out_lse=lse))
     assert out[batch:].isnan().all() and lse[batch:].isnan().all(), "padding rows were written"
     return out[:batch], lse[:batch]
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from sgl_prefix_attn.execute.params import LayerParams
 from sgl_prefix_attn.records import HeadConfig, PathTable
 from tests.support.forests import chain
 
@@ -32,6 +33,13 @@ class Problem:
     @property
     def poison_slot(self) -> int:
         return self.k.shape[0] - 1
+
+    def layer(self, out: torch.Tensor, **changed) -> LayerParams:
+        """The problem's one layer, written to `out`."""
+        params = LayerParams(
+            self.q, self.k, self.v, self.seq_lens, out, None, self.sm_scale, self.soft_cap
+        )
+        return replace(params, **changed)
 
     def grow(self, generator: torch.Generator) -> torch.Tensor:
         """Every request one token longer; returns out_cache_loc [B]."""

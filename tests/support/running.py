@@ -7,7 +7,10 @@ import math
 import torch
 
 from sgl_prefix_attn import PrefixDecodeWrapper
-from sgl_prefix_attn.execute.executor import Capacity, PlanExecutor
+from sgl_prefix_attn.execute.backends.torch_backend import TorchBackend
+from sgl_prefix_attn.execute.backends.triton_backend import TritonBackend
+from sgl_prefix_attn.execute.executor import PlanExecutor
+from sgl_prefix_attn.execute.params import Capacity
 from tests.support.forests import chain, splitting_tiles
 
 PADDING = 3  # rows of q and out above the batch, as in a captured graph
@@ -16,11 +19,14 @@ PADDING = 3  # rows of q and out above the batch, as in a captured graph
 def executor(problem, *plans, use_triton=False, packed=True):
     """Room for the plans, and kv_indices full of the poison slot."""
     capacity = Capacity.for_plans(*plans)
-    made = PlanExecutor(
-        problem.heads, device="cpu", dtype=problem.dtype, capacity=capacity, use_triton=use_triton,
-        tile_set=splitting_tiles(problem.heads, packed),
-    )  # fmt: skip
-    made._kv_indices.fill_(problem.poison_slot)
+    cpu = torch.device("cpu")
+    if use_triton:
+        tiles = splitting_tiles(problem.heads, packed)
+        backend = TritonBackend(problem.heads, tiles, problem.dtype, cpu)
+    else:
+        backend = TorchBackend(problem.heads, problem.dtype, cpu)
+    made = PlanExecutor(backend, capacity)
+    made.workspace.kv_indices.fill_(problem.poison_slot)
     return made
 
 
@@ -33,10 +39,7 @@ def run(made, problem):
     seq_lens = torch.cat([problem.seq_lens, torch.ones(PADDING, dtype=torch.int32)])
     out = torch.full_like(q, math.nan)
     lse = torch.full(q.shape[:2], math.nan)
-    made.run(
-        q, problem.k, problem.v, seq_lens, out, sm_scale=problem.sm_scale,
-        logits_soft_cap=problem.soft_cap, out_lse=lse,
-    )  # fmt: skip
+    made.run(problem.layer(out, q=q, seq_lens=seq_lens, out_lse=lse))
     assert out[batch:].isnan().all() and lse[batch:].isnan().all(), "padding rows were written"
     return out[:batch], lse[:batch]
 

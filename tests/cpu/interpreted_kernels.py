@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 
+from sgl_prefix_attn.execute.backends.triton_backend import TritonBackend
 from sgl_prefix_attn.kernels import layout as L
 from sgl_prefix_attn.plan import STRATEGIES
 from sgl_prefix_attn.records import HeadConfig
@@ -35,11 +36,12 @@ def compare(problem, plan, made):
     exp, and in float16's rounding of probabilities and results (values up to about 4).
     """
     out, lse = run(made, problem)
-    assert (made._workspace.tickets == 0).all(), "the next forward starts from ticket 0"
+    assert (made.workspace.tickets == 0).all(), "the next forward starts from ticket 0"
     assert_attention(problem, out, lse)
     oracle = executor(problem, plan)
-    oracle._words[: plan.words.size] = made._words[: plan.words.size]
-    oracle._kv_indices[:] = made._kv_indices[: oracle._kv_indices.numel()]
+    oracle.workspace.words[: plan.words.size] = made.workspace.words[: plan.words.size]
+    kv_indices = oracle.workspace.kv_indices
+    kv_indices[:] = made.workspace.kv_indices[: kv_indices.numel()]
     oracle.plan = plan
     want, want_lse = run(oracle, problem)
     atol = 4e-6 if problem.dtype == torch.float32 else 4e-3
@@ -166,7 +168,7 @@ def test_without_lse():
     made.load(plan, problem.req_to_token, problem.pool)
     with_lse, _ = run(made, problem)
     out = torch.full_like(problem.q, float("nan"))
-    made.run(problem.q, problem.k, problem.v, problem.seq_lens, out, sm_scale=problem.sm_scale)
+    made.run(problem.layer(out))
     assert torch.equal(out, with_lse)
 
 
@@ -181,9 +183,7 @@ def test_strided_tensors():
     both = torch.stack([problem.k, problem.v], dim=1)  # [slots, 2, Hkv, D]
     q = torch.stack([torch.full_like(problem.q, float("nan")), problem.q], dim=1)
     out = torch.full_like(q, float("nan"))
-    made.run(
-        q[:, 1], both[:, 0], both[:, 1], problem.seq_lens, out[:, 0], sm_scale=problem.sm_scale
-    )
+    made.run(problem.layer(out[:, 0], q=q[:, 1], k_cache=both[:, 0], v_cache=both[:, 1]))
     assert torch.equal(out[:, 0], want) and out[:, 1].isnan().all()
 
 
@@ -192,7 +192,7 @@ def test_library_api():
     paths = random_paths(6, 7, 5, lengths=(1, 16, 40))
     problem = make_problem(paths, HEADS, torch.float16)
     made = planned_wrapper(problem)
-    assert made._executor._launch is not None
+    assert isinstance(made._executor.backend, TritonBackend)
     generator = torch.Generator().manual_seed(1)
     for _ in range(2):
         out, lse = made.run(problem.q, (problem.k, problem.v), return_lse=True)

@@ -1,0 +1,70 @@
+"""What a family of kernels offers: the protocol that the executor drives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+
+from sgl_prefix_attn.execute.params import Capacity, LayerParams, Workspace
+from sgl_prefix_attn.records import HeadConfig, Plan
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """Models that a backend can run; bounds are inclusive."""
+
+    head_dims: tuple[int, int]
+    group_sizes: tuple[int, int]
+    dtypes: frozenset[torch.dtype]
+
+    def why_not(self, heads: HeadConfig, dtype: torch.dtype) -> str | None:
+        """Say why a model with such layers cannot be run, as a label of metrics, or None."""
+        if dtype not in self.dtypes:
+            return f"dtype:{str(dtype).removeprefix('torch.')}"
+        for name, (least, most) in (("head_dim", self.head_dims), ("group_size", self.group_sizes)):
+            if not least <= getattr(heads, name) <= most:
+                return f"{name}:{getattr(heads, name)}"
+        return None
+
+
+class KernelBackend(Protocol):
+    """Kernels over one layout of a plan's words, for one head configuration.
+
+    Everything runs on the current stream; nothing synchronises. append() and forward() may be
+    captured in a CUDA graph that later plans of the same workspace reuse.
+    """
+
+    layout_version: ClassVar[int]
+    capabilities: ClassVar[Capabilities]
+
+    def new_workspace(self, capacity: Capacity) -> Workspace:
+        """Allocate the memory that all plans of this backend are loaded into."""
+        ...
+
+    def fill(
+        self,
+        workspace: Workspace,
+        plan: Plan,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+    ) -> None:
+        """Copy the KV slots of the plan's segments, whose words are in the workspace already.
+
+        req_to_token int32 [rows, positions], req_pool_indices int [>= B] row of each request.
+        """
+        ...
+
+    def append(
+        self, workspace: Workspace, seq_lens: torch.Tensor, out_cache_loc: torch.Tensor
+    ) -> None:
+        """Write the newest slot of each request, out_cache_loc int [>= B], at seq_lens - 1.
+
+        Idempotent.
+        """
+        ...
+
+    def forward(self, workspace: Workspace, layer: LayerParams) -> None:
+        """Compute decode attention of one layer; padding rows stay as they are."""
+        ...

@@ -1,0 +1,63 @@
+"""Which kernels a device gets, and what they say about models that they cannot run."""
+
+import pytest
+import torch
+
+from sgl_prefix_attn.execute.backends.choice import backend_class, new_backend, why_no_backend
+from sgl_prefix_attn.execute.backends.torch_backend import TorchBackend
+from sgl_prefix_attn.execute.backends.triton_backend import TritonBackend
+from sgl_prefix_attn.execute.executor import PlanExecutor
+from sgl_prefix_attn.execute.params import Capacity
+from sgl_prefix_attn.kernels import layout
+from sgl_prefix_attn.plan.tile_defaults import default_tile_set
+from sgl_prefix_attn.records import HeadConfig
+from tests.support.forests import path_table, planner
+from tests.support.problems import make_problem
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+HEADS = HeadConfig(32, 8, 128)
+
+
+def test_the_device_decides(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert backend_class(GPU) is TritonBackend and backend_class(CPU) is TorchBackend
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert backend_class(CPU) is TritonBackend
+
+
+@pytest.mark.parametrize(
+    ("device", "heads", "dtype", "reason"),
+    [
+        (GPU, HEADS, torch.bfloat16, None),
+        (GPU, HEADS, torch.float32, "dtype:float32"),
+        (CPU, HEADS, torch.float32, None),
+        (GPU, HeadConfig(8, 8, 512), torch.float16, "head_dim:512"),
+        (GPU, HeadConfig(8, 8, 8), torch.float16, "head_dim:8"),
+        (GPU, HeadConfig(129, 1, 64), torch.float16, "group_size:129"),
+        (CPU, HeadConfig(129, 1, 64), torch.float32, "group_size:129"),
+        (GPU, HeadConfig(128, 1, 64), torch.float16, None),
+    ],
+)
+def test_a_model_that_cannot_run_has_its_reason(device, heads, dtype, reason):
+    assert why_no_backend(device, heads, dtype) == reason
+
+
+@pytest.mark.parametrize("group", [1, 7, 48, 64, 128])
+def test_every_group_that_is_said_to_run_has_tiles(group):
+    heads = HeadConfig(group, 1, 64)
+    assert why_no_backend(CPU, heads, torch.float32) is None
+    tile_set = default_tile_set(CPU, heads)
+    tile_set.check_group(group)
+    assert new_backend(CPU, heads, torch.float32, tile_set)
+
+
+def test_words_of_another_layout_are_refused():
+    problem = make_problem(path_table([(-1, 16)], [0, 0], [3, 4]), HeadConfig(4, 2, 16))
+    plan = planner(problem.heads, "naive").plan(problem.paths)
+    executor = PlanExecutor(
+        TorchBackend(problem.heads, problem.dtype, CPU), Capacity.for_plans(plan)
+    )
+    executor.load(plan, problem.req_to_token, problem.pool)
+    plan.words[layout.H_VERSION] += 1
+    with pytest.raises(ValueError, match="layout 2, TorchBackend reads 1"):
+        executor.load(plan, problem.req_to_token, problem.pool)
