@@ -41,7 +41,7 @@ TAIL_WORDS = 2
 
 # --- ENTRY --------------------------------------------------------------------------------------
 E_ROW = 0  # request
-E_SLOT = 1  # partial row of the pack's split 0 (split j: + j), or DIRECT
+E_PARTIAL = 1  # partial row of the pack's split 0 (split j: + j), or DIRECT
 E_DST = 2  # tails: the request's T_DST, here again to save a kernel one dependent load
 E_START = 3  # tails: its T_START
 ENTRY_WORDS = 4
@@ -64,6 +64,6 @@ SPLIT_UNIT = 16
 
 # --- MERGE --------------------------------------------------------------------------------------
 M_ROW = 0  # request
-M_SLOT = 1  # first of its partial rows, which stand together
+M_PARTIAL = 1  # first of its partial rows, which stand together
 M_COUNT = 2  # how many (at least 2)
 MERGE_WORDS = 4

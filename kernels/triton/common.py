@@ -10,7 +10,7 @@ ITEM_WORDS, ENTRY_WORDS = tl.constexpr(L.ITEM_WORDS), tl.constexpr(L.ENTRY_WORDS
 I_SEGMENT, I_LEN = tl.constexpr(L.I_SEGMENT), tl.constexpr(L.I_LEN)
 I_SPLIT, I_NUM_SPLITS = tl.constexpr(L.I_SPLIT), tl.constexpr(L.I_NUM_SPLITS)
 I_ENTRY, I_NUM_QUERIES = tl.constexpr(L.I_ENTRY), tl.constexpr(L.I_NUM_QUERIES)
-E_ROW, E_SLOT = tl.constexpr(L.E_ROW), tl.constexpr(L.E_SLOT)
+E_ROW, E_PARTIAL = tl.constexpr(L.E_ROW), tl.constexpr(L.E_PARTIAL)
 E_DST, E_START = tl.constexpr(L.E_DST), tl.constexpr(L.E_START)
 SPLIT_UNIT = tl.constexpr(L.SPLIT_UNIT)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -52,7 +52,7 @@ def store(
     b_max,
     b_sum,
     b_row,  # [M] output row
-    b_slot,  # [M] partial row, or DIRECT
+    b_partial,  # [M] partial row, or DIRECT
     i_qo_head,  # [M]
     mask_m,
     offs_d,
@@ -69,8 +69,8 @@ def store(
     """Normalise, then write each row to the output (its only part) or to its partial row."""
     b_acc = b_acc / b_sum[:, None]
     b_lse = b_max + tl.log2(b_sum)
-    direct = mask_m & (b_slot < 0)
-    partial = mask_m & (b_slot >= 0)
+    direct = mask_m & (b_partial < 0)
+    partial = mask_m & (b_partial >= 0)
     p_out = out_ptr + b_row.to(tl.int64) * stride_out + i_qo_head * HEAD_DIM
     tl.store(
         p_out[:, None] + offs_d[None, :],
@@ -80,7 +80,7 @@ def store(
     if HAS_LSE:
         tl.store(out_lse_ptr + b_row * NUM_QO_HEADS + i_qo_head, b_lse, mask=direct)
     # half-precision partial rows are scaled to [-1, 1]: exact range, 11 bits of the row's largest
-    i_partial = b_slot.to(tl.int64) * NUM_QO_HEADS + i_qo_head
+    i_partial = b_partial.to(tl.int64) * NUM_QO_HEADS + i_qo_head
     b_scale = tl.maximum(tl.max(tl.abs(b_acc), 1), 1e-30)
     tl.store(
         partial_out_ptr + i_partial[:, None] * HEAD_DIM + offs_d[None, :],

@@ -7,7 +7,12 @@ from .. import layout as L
 
 H_MERGES, H_NUM_MERGES = tl.constexpr(L.H_MERGES), tl.constexpr(L.H_NUM_MERGES)
 MERGE_WORDS, MAX_TILES = tl.constexpr(L.MERGE_WORDS), tl.constexpr(L.MAX_TILES)
-M_ROW, M_SLOT, M_COUNT = tl.constexpr(L.M_ROW), tl.constexpr(L.M_SLOT), tl.constexpr(L.M_COUNT)
+M_ROW, M_COUNT = tl.constexpr(L.M_ROW), tl.constexpr(L.M_COUNT)
+M_PARTIAL = tl.constexpr(L.M_PARTIAL)
+    tl.constexpr(L.M_ROW),
+    tl.constexpr(L.M_PARTIAL),
+    tl.constexpr(L.M_COUNT),
+)
 
 
 @triton.jit
@@ -38,12 +43,12 @@ def merge_kernel(
     for i in range(tl.program_id(0), num_merges, tl.num_programs(0)):
         p_merge = p_merges + i * MERGE_WORDS
         i_row = tl.load(p_merge + M_ROW).to(tl.int64)
-        i_slot = tl.load(p_merge + M_SLOT).to(tl.int64)
+        i_first = tl.load(p_merge + M_PARTIAL).to(tl.int64)
         count = tl.load(p_merge + M_COUNT)
         b_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
         for first in range(0, count, BLOCK_P):
             offs_p = first + tl.arange(0, BLOCK_P)
-            i_state = (i_slot + offs_p)[:, None] * NUM_QO_HEADS + i_head[None, :]
+            i_state = (i_first + offs_p)[:, None] * NUM_QO_HEADS + i_head[None, :]
             mask_state = (offs_p < count)[:, None] & mask_h[None, :]
             b_lses = tl.load(partial_state_ptr + i_state * 2, mask=mask_state, other=float("-inf"))
             b_max = tl.maximum(b_max, tl.max(b_lses, 0))
@@ -52,7 +57,7 @@ def merge_kernel(
         b_acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
         # loads do not depend on earlier parts: unrolled, several are in flight
         for part in tl.range(0, count, loop_unroll_factor=4):
-            i_partial = (i_slot + part) * NUM_QO_HEADS + i_head
+            i_partial = (i_first + part) * NUM_QO_HEADS + i_head
             b_lse = tl.load(partial_state_ptr + i_partial * 2, mask=mask_h, other=0.0)
             b_scale = tl.load(partial_state_ptr + i_partial * 2 + 1, mask=mask_h, other=0.0)
             p_partial = partial_out_ptr + i_partial[:, None] * HEAD_DIM + offs_d[None, :]

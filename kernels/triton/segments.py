@@ -53,5 +53,5 @@ def append_kernel(
         b_dst = tl.load(p_tails + offs * TAIL_WORDS + T_DST, mask=mask)
         b_start = tl.load(p_tails + offs * TAIL_WORDS + T_START, mask=mask)
         b_len = tl.load(seq_lens_ptr + offs, mask=mask).to(tl.int32)
-        b_slot = tl.load(out_cache_loc_ptr + offs, mask=mask).to(tl.int32)
-        tl.store(kv_indices_ptr + b_dst + b_len - 1 - b_start, b_slot, mask=mask)
+        b_partial = tl.load(out_cache_loc_ptr + offs, mask=mask).to(tl.int32)
+        tl.store(kv_indices_ptr + b_dst + b_len - 1 - b_start, b_partial, mask=mask)

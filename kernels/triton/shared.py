@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from .common import (
+    E_PARTIAL,
     E_ROW,
-    E_SLOT,
     ENTRY_WORDS,
     H_ENTRIES,
     H_QUEUES,
@@ -102,7 +102,7 @@ def shared_kernel(
         p_entry = p_entries + (tl.load(p_item + I_ENTRY) + i_query) * ENTRY_WORDS
         mask_m = i_query < tl.load(p_item + I_NUM_QUERIES)
         b_row = tl.load(p_entry + E_ROW, mask=mask_m, other=0)
-        b_slot = tl.load(p_entry + E_SLOT, mask=mask_m, other=0) + i_split
+        b_partial = tl.load(p_entry + E_PARTIAL, mask=mask_m, other=0) + i_split
         i_qo_head = i_head * GROUP + offs_m % GROUP
 
         # [BLOCK_M, BLOCK_D]
@@ -131,7 +131,7 @@ def shared_kernel(
         # taken at the end, so that the queue balances; other CTAs hide its latency
         next_ticket = tl.atomic_add(ticket_ptr, 1, sem="relaxed") + tl.num_programs(0)
         store(
-            b_acc, b_max, b_sum, b_row, b_slot, i_qo_head, mask_m, offs_d, mask_d,
+            b_acc, b_max, b_sum, b_row, b_partial, i_qo_head, mask_m, offs_d, mask_d,
             out_ptr, out_lse_ptr, partial_out_ptr, partial_state_ptr, stride_out,
             NUM_KV_HEADS * GROUP, HEAD_DIM, HAS_LSE,
         )  # fmt: skip

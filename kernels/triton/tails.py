@@ -11,8 +11,8 @@ import triton.language as tl
 
 from .common import (
     E_DST,
+    E_PARTIAL,
     E_ROW,
-    E_SLOT,
     E_START,
     ENTRY_WORDS,
     H_ENTRIES,
@@ -95,8 +95,8 @@ def tails_kernel(
 
         mask_m = i_query < num_queries
         b_row = tl.load(p_entry + i_query * ENTRY_WORDS + E_ROW, mask=mask_m, other=0)
-        b_slot = tl.load(p_entry + i_query * ENTRY_WORDS + E_SLOT, mask=mask_m, other=0)
-        b_slot = tl.where(b_slot < 0, b_slot, b_slot + i_split)
+        b_partial = tl.load(p_entry + i_query * ENTRY_WORDS + E_PARTIAL, mask=mask_m, other=0)
+        b_partial = tl.where(b_partial < 0, b_partial, b_partial + i_split)
         i_qo_head = i_head * GROUP + offs_m % GROUP
 
         # [BLOCK_M, BLOCK_D]
@@ -130,7 +130,7 @@ def tails_kernel(
         # taken at the end, so that the queue balances; other CTAs hide its latency
         next_ticket = tl.atomic_add(ticket_ptr, 1, sem="relaxed") + tl.num_programs(0)
         store(
-            b_acc, b_max, b_sum, b_row, b_slot, i_qo_head, mask_m, offs_d, mask_d,
+            b_acc, b_max, b_sum, b_row, b_partial, i_qo_head, mask_m, offs_d, mask_d,
             out_ptr, out_lse_ptr, partial_out_ptr, partial_state_ptr, stride_out,
             NUM_KV_HEADS * GROUP, HEAD_DIM, HAS_LSE,
         )  # fmt: skip

@@ -60,20 +60,20 @@ def execute(
     """
     batch = words[L.H_BATCH].item()
     merges = _merge_entries(words)
-    num_partials = max((entry[L.M_SLOT] + entry[L.M_COUNT] for entry in merges), default=0)
+    num_partials = max((entry[L.M_PARTIAL] + entry[L.M_COUNT] for entry in merges), default=0)
     _, num_qo_heads, head_dim = q.shape
     out = torch.full((batch, num_qo_heads, head_dim), math.nan, dtype=torch.float32)
     lse = torch.full((batch, num_qo_heads), math.nan, dtype=torch.float32)
     partial_out = torch.full((num_partials, num_qo_heads, head_dim), math.nan)
     partial_lse = torch.full((num_partials, num_qo_heads), math.nan)
     for item in _items(words):
-        for rows, slots, entries in _decode(item, words, seq_lens):
+        for rows, partials, entries in _decode(item, words, seq_lens):
             index = kv_indices[entries].long()
             o, lse2 = _attend(q[rows], k_cache[index], v_cache[index], sm_scale, logits_soft_cap)
-            if slots[0] < 0:
+            if partials[0] < 0:
                 out[rows], lse[rows] = o, lse2
             else:
-                partial_out[slots], partial_lse[slots] = o, lse2
+                partial_out[partials], partial_lse[partials] = o, lse2
     _merge(merges, partial_out, partial_lse, out, lse)
     return out.to(q.dtype), Lse(lse, "2")
 
@@ -112,15 +112,15 @@ def _decode(item: list[int], words: torch.Tensor, seq_lens: torch.Tensor):
     """Output rows, partial rows and entries of kv_indices of each stretch of one work item."""
     first = words[L.H_ENTRIES].item() + item[L.I_ENTRY] * L.ENTRY_WORDS
     entries = words[first:][: item[L.I_NUM_QUERIES] * L.ENTRY_WORDS].view(-1, L.ENTRY_WORDS).long()
-    rows, slots = entries[:, L.E_ROW], entries[:, L.E_SLOT]
-    slots = torch.where(slots < 0, slots, slots + item[L.I_SPLIT])
+    rows, partials = entries[:, L.E_ROW], entries[:, L.E_PARTIAL]
+    partials = torch.where(partials < 0, partials, partials + item[L.I_SPLIT])
     if item[L.I_LEN] != L.GROWS:
-        yield rows, slots, _stretch(item, item[L.I_SEGMENT], item[L.I_LEN])
+        yield rows, partials, _stretch(item, item[L.I_SEGMENT], item[L.I_LEN])
         return
     for i, row in enumerate(rows.tolist()):
         tail = words[words[L.H_TAILS].item() + row * L.TAIL_WORDS :][: L.TAIL_WORDS].tolist()
         length = seq_lens[row].item() - tail[L.T_START]
-        yield rows[i : i + 1], slots[i : i + 1], _stretch(item, tail[L.T_DST], length)
+        yield rows[i : i + 1], partials[i : i + 1], _stretch(item, tail[L.T_DST], length)
 
 
 def _stretch(item: list[int], segment: int, length: int) -> slice:
@@ -152,8 +152,8 @@ def _merge_entries(words: torch.Tensor) -> list[list[int]]:
 
 def _merge(merges, partial_out, partial_lse, out, lse) -> None:
     for entry in merges:
-        slots = slice(entry[L.M_SLOT], entry[L.M_SLOT] + entry[L.M_COUNT])
-        total = torch.logsumexp(partial_lse[slots] * math.log(2), dim=0)
-        weight = torch.exp(partial_lse[slots] * math.log(2) - total)
-        out[entry[L.M_ROW]] = (weight[..., None] * partial_out[slots]).sum(0)
+        parts = slice(entry[L.M_PARTIAL], entry[L.M_PARTIAL] + entry[L.M_COUNT])
+        total = torch.logsumexp(partial_lse[parts] * math.log(2), dim=0)
+        weight = torch.exp(partial_lse[parts] * math.log(2) - total)
+        out[entry[L.M_ROW]] = (weight[..., None] * partial_out[parts]).sum(0)
         lse[entry[L.M_ROW]] = total / math.log(2)

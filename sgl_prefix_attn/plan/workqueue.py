@@ -99,16 +99,16 @@ def _serialize(
     words[L.H_NUM_MERGES] = num_merges
 
     # partial rows: a request's stand together
-    slot = np.empty(batch, np.int32)
+    partial = np.empty(batch, np.int32)
     num_partials = 0
     w = merges
     for row in range(batch):
         if parts[row] > 1:
             words[w + L.M_ROW] = row
-            words[w + L.M_SLOT] = num_partials
+            words[w + L.M_PARTIAL] = num_partials
             words[w + L.M_COUNT] = parts[row]
             w += L.MERGE_WORDS
-            slot[row] = num_partials
+            partial[row] = num_partials
             num_partials += parts[row]
 
     segment_dst = np.empty(num_packs, np.int32)
@@ -142,10 +142,10 @@ def _serialize(
                 row = queries[e]
                 words[w + L.E_ROW] = row
                 if parts[row] > 1:
-                    words[w + L.E_SLOT] = slot[row]
-                    slot[row] += pack_splits[pack]
+                    words[w + L.E_PARTIAL] = partial[row]
+                    partial[row] += pack_splits[pack]
                 else:
-                    words[w + L.E_SLOT] = L.DIRECT
+                    words[w + L.E_PARTIAL] = L.DIRECT
                 if tail[pack] >= 0:
                     words[w + L.E_DST] = segment_dst[pack]
                     words[w + L.E_START] = kv_start[pack]

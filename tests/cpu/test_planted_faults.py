@@ -72,7 +72,7 @@ def merge_with_the_wrong_base(words, monkeypatch):
 
 
 def merge_partials_of_the_next_row(words, monkeypatch):
-    words[words[L.H_MERGES] + L.M_SLOT] += 1
+    words[words[L.H_MERGES] + L.M_PARTIAL] += 1
 
 
 def merge_the_second_split_twice(words, monkeypatch):

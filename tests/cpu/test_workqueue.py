@@ -184,7 +184,7 @@ def merge_another_rows_partials(plan):
 
 def write_the_same_partial(plan):
     words = plan.words
-    first = words[L.H_ENTRIES] + L.E_SLOT
+    first = words[L.H_ENTRIES] + L.E_PARTIAL
     words[first + L.ENTRY_WORDS] = words[first]
 
 

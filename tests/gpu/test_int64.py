@@ -79,9 +79,9 @@ def test_partial_rows_beyond_2_to_31_elements():
     offset = LIMIT // (LLAMA.num_qo_heads * LLAMA.head_dim) + 1
     words = plan.words.copy()
     entries = words[words[L.H_ENTRIES] : words[L.H_MERGES]].reshape(-1, L.ENTRY_WORDS)
-    entries[entries[:, L.E_SLOT] != L.DIRECT, L.E_SLOT] += offset
+    entries[entries[:, L.E_PARTIAL] != L.DIRECT, L.E_PARTIAL] += offset
     merges = words[words[L.H_MERGES] :][: words[L.H_NUM_MERGES] * L.MERGE_WORDS]
-    merges.reshape(-1, L.MERGE_WORDS)[:, L.M_SLOT] += offset
+    merges.reshape(-1, L.MERGE_WORDS)[:, L.M_PARTIAL] += offset
     assert plan.num_partials > 0 and merges.size
     moved = replace(plan, words=words, num_partials=plan.num_partials + offset)
     made = loaded(problem, moved)

@@ -37,7 +37,7 @@ def decode_parts(words: np.ndarray, seq_lens) -> list[Part]:
             assert 0 <= split < splits
             for i in range(words[item + L.I_NUM_QUERIES]):
                 entry = words[L.H_ENTRIES] + (words[item + L.I_ENTRY] + i) * L.ENTRY_WORDS
-                row, slot = words[entry + L.E_ROW], words[entry + L.E_SLOT]
+                row, slot = words[entry + L.E_ROW], words[entry + L.E_PARTIAL]
                 segment, length = words[item + L.I_SEGMENT], words[item + L.I_LEN]
                 if length == L.GROWS:
                     tail = words[L.H_TAILS] + row * L.TAIL_WORDS
