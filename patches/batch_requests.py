@@ -9,7 +9,7 @@ WHY = "the radix tree paths of a step are known only through ScheduleBatch.reqs 
 
 
 def hook(forward_batch, cls, batch, model_runner, **kwargs):
-    """After ForwardBatch.init_new: tell our backend, if this runner decodes with it."""
+    """Tell our backend after ForwardBatch.init_new, if this runner decodes with it."""
     backend = find_backend(model_runner)
     if backend is not None:
         backend.observe(forward_batch, batch)

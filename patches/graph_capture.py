@@ -12,7 +12,7 @@ WHY = "a stock step must cost what it costs without the plugin, so both variants
 
 
 def hook(original, runner, size, forward, stream_idx=None, variant_label=None):
-    """Around capture_one_shape: unchanged, then again with the backend on prefix kernels.
+    """Run capture_one_shape unchanged, then again with the backend on prefix kernels.
 
     Stock comes first: its metadata of this size is then in place if a layer leaves the prefix
     kernels during their capture.
@@ -33,7 +33,7 @@ def hook(original, runner, size, forward, stream_idx=None, variant_label=None):
 
 
 def find_graph_backend(runner):
-    """The PrefixAttnBackend whose prefix kernels this runner's decode graphs can hold, or None."""
+    """Return the backend whose prefix kernels this runner's decode graphs can hold, or None."""
     if not runner.capture_forward_mode.is_decode() or runner.enable_pdmux:
         return None
     backend = find_backend(runner.model_runner)

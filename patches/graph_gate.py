@@ -11,7 +11,7 @@ WHY = "a cross-checked step (SGL_PREFIX_ATTN_CHECK) runs both backends; a graph 
 
 
 def hook(original, runner, forward_batch):
-    """Around can_run_graph: no for a step that our backend has to run eagerly."""
+    """Answer can_run_graph with no for a step that our backend has to run eagerly."""
     backend = find_backend(runner.model_runner)
     if backend is not None and backend.needs_eager_step:
         return False

@@ -13,7 +13,7 @@ WHY = "SGLang's key of a decode graph has no place for the kernels that attentio
 
 
 def hook(original, runner, size, stream_idx=None, variant_label=None):
-    """Around _make_graph_key: SGLang's own key, labelled when this graph holds prefix kernels."""
+    """Label SGLang's key (_make_graph_key) when this graph holds prefix kernels."""
     backend = find_graph_backend(runner)
     if backend is not None and backend.graph_is_prefix:
         variant_label = prefix_label(variant_label)

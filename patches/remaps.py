@@ -11,7 +11,7 @@ WHY = "a plan is out of date when SGLang maps a running request to another one's
 
 
 def hook(tree_cache, *args, **kwargs):
-    """Before cache_unfinished_req: counted even where it fails halfway."""
+    """Count before cache_unfinished_req, so also where it fails halfway."""
     tree_cache.prefix_attn_remaps = getattr(tree_cache, "prefix_attn_remaps", 0) + 1
 
 

@@ -10,7 +10,7 @@ WHY = "SGLang builds its backend last: a bad variable would stop the server minu
 
 
 def hook(original, server_args):
-    """Around check_server_args, which the first process calls before it starts the others."""
+    """Check settings and model after SGLang's own check, before other processes start."""
     original(server_args)
     if BACKEND_NAME in server_args.get_attention_backends():
         Settings.from_env()  # raises ValueError

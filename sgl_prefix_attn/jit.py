@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 def cached_njit(function: Callable) -> Callable:
-    """njit(cache=True), or plain njit where numba finds no folder that it can write to.
+    """Apply njit(cache=True), or plain njit where numba finds no folder to write to.
 
     numba looks at NUMBA_CACHE_DIR, beside the source file and in the user's cache folder, and
     raises RuntimeError: a read-only installation without a home folder must serve nevertheless.

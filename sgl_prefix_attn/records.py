@@ -147,7 +147,7 @@ class PlanWork:
     shared_tokens  KV tokens that shared tiles read ...
     reread_tokens  ... and read again, for row tiles beyond a pack's first
     shared_rows    shared tokens times the rows of the tiles over them
-    tail_items, shared_items  work items, each run once a KV head
+    tail_items, shared_items  work items, each run once per KV head
     tail_chain, shared_chain  time of the busiest CTA, in KV tokens of a tails CTA: whole blocks of
                    a tile, its work items' fixed cost, and for tails the wait for shared CTAs
     partials       partial rows ...
@@ -192,7 +192,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted microseconds a layer of both kernels."""
+    """Predicted microseconds per layer of both kernels."""
 
     stock_us: float
     prefix_us: float

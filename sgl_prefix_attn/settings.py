@@ -54,7 +54,7 @@ class Variable:
         return PREFIX + self.field.upper()
 
     def read(self, environ: Mapping[str, str]) -> object:
-        """The variable's value; an unset or empty one is the default.
+        """Read the variable's value; an unset or empty one is the default.
 
         Raises ValueError that names variable, value and what is allowed.
         """
@@ -142,7 +142,7 @@ class Settings:
         return cls(**values)
 
     def describe(self) -> str:
-        """What differs from the defaults, for the log."""
+        """Say what differs from the defaults, for the log."""
         given = [
             f"{variable.name}={int(value) if isinstance(value, bool) else value}"
             for variable in VARIABLES
@@ -170,7 +170,7 @@ def _bad_names(environ: Mapping[str, str]) -> list[str]:
 
 
 def markdown_table() -> str:
-    """The README's environment table."""
+    """Write the environment table of the docs."""
     rows = ["| variable | values | default | meaning |", "| --- | --- | --- | --- |"]
     for variable in VARIABLES:
         allowed = variable.kind[1].replace("|", "\\|")

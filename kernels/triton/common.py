@@ -18,7 +18,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def split_range(kv_len, i_split, num_splits):
-    """[start, end) tokens of split i_split, row-local (PersistentKV §3.3); layout.SPLIT_UNIT."""
+    """Return [start, end) of split i_split, row-local (PersistentKV §3.3); SPLIT_UNIT."""
     units = (kv_len + SPLIT_UNIT - 1) // SPLIT_UNIT
     start = SPLIT_UNIT * (i_split * units // num_splits)
     end = tl.minimum(SPLIT_UNIT * ((i_split + 1) * units // num_splits), kv_len)
@@ -27,14 +27,14 @@ def split_range(kv_len, i_split, num_splits):
 
 @triton.jit
 def soft_cap(b_s, cap):
-    """cap * tanh(s / cap) of logits that are in units of log2(e); tanh through the sigmoid."""
+    """Cap logits in units of log2(e) as cap * tanh(s / cap); tanh through the sigmoid."""
     b_x = b_s / (cap * LOG2_E)
     return (cap * LOG2_E) * (2.0 * tl.sigmoid(2.0 * b_x) - 1.0)
 
 
 @triton.jit
 def attend(b_s, b_v, b_max, b_sum, b_acc):
-    """One step of online softmax in base 2: scores [M, N] (-inf where masked), values [N, D].
+    """Take one step of online softmax in base 2: scores [M, N] (-inf: masked), values [N, D].
 
     Every row must have met a score above -inf by the end of its first step.
     """

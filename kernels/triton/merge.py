@@ -9,10 +9,6 @@ H_MERGES, H_NUM_MERGES = tl.constexpr(L.H_MERGES), tl.constexpr(L.H_NUM_MERGES)
 MERGE_WORDS, MAX_TILES = tl.constexpr(L.MERGE_WORDS), tl.constexpr(L.MAX_TILES)
 M_ROW, M_COUNT = tl.constexpr(L.M_ROW), tl.constexpr(L.M_COUNT)
 M_PARTIAL = tl.constexpr(L.M_PARTIAL)
-    tl.constexpr(L.M_ROW),
-    tl.constexpr(L.M_PARTIAL),
-    tl.constexpr(L.M_COUNT),
-)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Index segments: filled once when a plan is loaded, one entry a request longer every step."""
+"""Index segments: filled once when a plan is loaded, one entry longer per request at every step."""
 
 import triton
 import triton.language as tl
@@ -44,7 +44,7 @@ def append_kernel(
     kv_indices_ptr,  # int32 [entries], written
     BLOCK: tl.constexpr,
 ):
-    """One program: each request's newest slot goes to the end of its tail. Idempotent."""
+    """Append each request's newest slot to its tail, in one program. Idempotent."""
     batch = tl.load(plan_ptr + BATCH)
     p_tails = plan_ptr + tl.load(plan_ptr + TAILS)
     for i in range(0, batch, BLOCK):

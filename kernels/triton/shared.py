@@ -34,7 +34,7 @@ def _block(
     n, end, b_q, b_max, b_sum, b_acc, p_k, p_v, p_slots, stride_k, stride_v, mask_d, qk_scale, cap,
     BLOCK_N: tl.constexpr, PARTIAL: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
-    """One KV block; only a block that ends beyond the stretch (PARTIAL) pays for masking."""
+    """Attend over one KV block; only one that ends beyond the stretch (PARTIAL) pays for masks."""
     offs_n = n + tl.arange(0, BLOCK_N)
     if PARTIAL:
         mask_n = offs_n < end

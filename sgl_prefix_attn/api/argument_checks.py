@@ -27,7 +27,7 @@ def wrapper_arguments(head_dim, page_size, device, dtype, logits_soft_cap) -> No
 
 
 def lengths(seq_lens: torch.Tensor | Sequence[int]) -> np.ndarray:
-    """seq_lens as int32 [B], each at least 1 and within int32."""
+    """Return seq_lens as int32 [B], each at least 1 and within int32."""
     array = _integers("seq_lens", seq_lens)
     if array.size == 0:
         raise ValueError("seq_lens is empty: a step needs at least one request")
@@ -85,7 +85,7 @@ def path_table(paths: Sequence[Sequence[tuple[int, int]]], seq_lens: np.ndarray)
 
 
 def pool_indices(req_pool_indices, seq_lens: np.ndarray, req_to_token: torch.Tensor):
-    """req_pool_indices as int64 [B] rows of req_to_token that are long enough."""
+    """Return req_pool_indices as int64 [B], rows of req_to_token that are long enough."""
     rows = _integers("req_pool_indices", req_pool_indices)
     _slot_table("req_to_token", req_to_token)
     if rows.size != seq_lens.size:
@@ -108,7 +108,7 @@ def block_table(table: torch.Tensor, seq_lens: np.ndarray, page_size: int) -> No
 
 
 def max_slot(name: str, table: torch.Tensor, pool: torch.Tensor, seq_lens: np.ndarray) -> int:
-    """Largest slot that a request uses. Raises for a negative one, naming the argument `name`."""
+    """Return the largest slot in use. Raises for a negative one, naming the argument `name`."""
     used = _used_slots(table, pool, seq_lens)
     bad = (used < 0).any(dim=1).nonzero()
     if bad.numel():
@@ -117,7 +117,7 @@ def max_slot(name: str, table: torch.Tensor, pool: torch.Tensor, seq_lens: np.nd
 
 
 def slots_agree(plan: Plan, req_to_token: torch.Tensor, pool: torch.Tensor) -> None:
-    """Requests of one shared node must have the same slots there.
+    """Check that requests of one shared node have the same slots there.
 
     Every request is compared with the first one of its deepest shared node, and those first ones
     with their parent node's: all pairs agree if these do. One look at the device for all.
@@ -151,7 +151,7 @@ def slots_agree(plan: Plan, req_to_token: torch.Tensor, pool: torch.Tensor) -> N
 
 
 def append_slots(out_cache_loc: torch.Tensor, batch: int) -> int:
-    """Largest of the new slots, -1 on a GPU: looking at values there would synchronise."""
+    """Return the largest new slot, -1 on a GPU: looking at values there would synchronise."""
     if tuple(out_cache_loc.shape) != (batch,):
         raise ValueError(
             f"out_cache_loc must have shape ({batch},), got {tuple(out_cache_loc.shape)}"
@@ -215,12 +215,12 @@ def _fits(name: str, columns: int, seq_lens: np.ndarray) -> None:
     bad = np.flatnonzero(seq_lens > columns)
     if bad.size:
         raise ValueError(
-            f"seq_lens[{bad[0]}] is {seq_lens[bad[0]]} but {name} holds {columns} tokens a row"
+            f"seq_lens[{bad[0]}] is {seq_lens[bad[0]]} but {name} holds {columns} tokens per row"
         )
 
 
 def _used_slots(req_to_token: torch.Tensor, pool: torch.Tensor, seq_lens: np.ndarray):
-    """Slots [B, longest] of the requests; positions at and above a seq_len repeat the first."""
+    """Return the slots [B, longest] in use; positions from a seq_len on repeat the first."""
     longest = int(seq_lens.max())
     slots = req_to_token[pool.to(req_to_token.device), :longest]
     behind = torch.arange(longest, device=slots.device)[None] >= torch.from_numpy(

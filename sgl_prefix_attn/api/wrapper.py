@@ -47,7 +47,7 @@ class PrefixDecodeWrapper:
         sm_scale: float | None = None,
         logits_soft_cap: float = 0.0,
     ):
-        """sm_scale defaults to head_dim ** -0.5; logits_soft_cap 0 means none.
+        """Make a wrapper; sm_scale defaults to head_dim ** -0.5, logits_soft_cap 0 means none.
 
         Raises ValueError naming the argument: heads that do not divide, head_dim outside 16-256,
         page_size below 1, a GPU that is not there, dtype other than float16/bfloat16 (or float32 on
@@ -114,7 +114,7 @@ class PrefixDecodeWrapper:
         self._load(table, "block_table", slots, torch.arange(lengths.size, device=self.device))
 
     def append(self, out_cache_loc: torch.Tensor) -> None:
-        """Every request one token longer, at slot out_cache_loc [B]; the plan stays.
+        """Make every request one token longer, at slot out_cache_loc [B]; the plan stays.
 
         Raises RuntimeError when the plan's headroom is full: plan again. ValueError naming
         out_cache_loc for a wrong shape or dtype and, where it is in host memory, a negative slot.
@@ -137,7 +137,7 @@ class PrefixDecodeWrapper:
         out: torch.Tensor | None = None,
         return_lse: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, Lse]:
-        """Attention of one layer: q [B, Hq, D], kv_cache = (k, v), each [slots, Hkv, D].
+        """Attend in one layer: q [B, Hq, D], kv_cache = (k, v), each [slots, Hkv, D].
 
         Returns out [B, Hq, D] (the given one, if given) and, with return_lse, an Lse [B, Hq].
         Raises ValueError naming the argument for shapes, dtypes or devices that do not fit the
@@ -167,7 +167,7 @@ class PrefixDecodeWrapper:
         return (out, Lse(lse, "2")) if return_lse else out
 
     def explain(self) -> dict:
-        """The current plan as plain data: statistics, and each pack's queries and KV positions."""
+        """Return the plan as plain data: statistics, and each pack's queries and KV positions."""
         plan = self._planned()
         packs, offset = plan.packs, plan.packs.query_offset
         return {

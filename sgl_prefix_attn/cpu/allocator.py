@@ -5,19 +5,19 @@ from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToK
 
 
 def make_allocator(size, page_size, dtype, device, kvcache, need_sort):
-    """The allocator SGLang itself would make for this page size, free of Triton kernels."""
+    """Make the allocator SGLang would for this page size, free of Triton kernels."""
     if page_size == 1:
         return TokenToKVPoolAllocator(size, dtype, device, kvcache, need_sort)
     return TorchPagedAllocator(size, page_size, dtype, device, kvcache, need_sort)
 
 
 def num_pages(lens, page_size):
-    """Pages that hold lens[i] tokens."""
+    """Return the pages that hold lens[i] tokens."""
     return (lens + page_size - 1) // page_size
 
 
 def extend_slots(prefix_lens, seq_lens, last_loc, free_pages, page_size):
-    """Slots of the tokens prefix_lens[i] .. seq_lens[i] of each request, request after request.
+    """Return slots of the tokens prefix_lens[i] .. seq_lens[i], request after request.
 
     All tensors int64; last_loc[i] is the slot of token prefix_lens[i] - 1. Tokens first fill the
     request's last page, then pages from the front of `free_pages`, in request order.
@@ -38,7 +38,7 @@ def extend_slots(prefix_lens, seq_lens, last_loc, free_pages, page_size):
 
 
 def decode_slots(seq_lens, last_loc, free_pages, page_size):
-    """Slot of token seq_lens[i] - 1 of each request (int64); a new page where the last is full."""
+    """Return the slot of token seq_lens[i] - 1 (int64); a new page where the last is full."""
     opens_page = (seq_lens - 1) % page_size == 0
     slots = last_loc + 1
     slots[opens_page] = free_pages[: int(opens_page.sum())] * page_size
@@ -76,7 +76,7 @@ class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
         return slots
 
     def _reserve(self, count: int) -> bool:
-        """Whether the free list holds `count` pages, after taking back released ones if needed."""
+        """Tell whether the free list holds `count` pages, taking back released ones if needed."""
         if self.need_sort and count > len(self.free_pages):
             self.merge_and_sort_free()
         return count <= len(self.free_pages)

@@ -18,13 +18,13 @@ from sgl_prefix_attn.settings import VARIABLES
 
 
 def is_requested() -> bool:
-    """Whether the environment opts in. Raises ValueError on a value other than 0 and 1."""
+    """Tell whether the environment opts in. Raises ValueError on a value other than 0 and 1."""
     variable = next(v for v in VARIABLES if v.field == "cpu_platform")
     return variable.read(os.environ)
 
 
 def other_platform() -> str | None:
-    """The platform SGLang would choose on this machine without us, or None."""
+    """Return the platform SGLang would choose on this machine without us, or None."""
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
         return "SGLang's CPU engine (SGLANG_USE_CPU_ENGINE=1)"
     if torch.cuda.is_available():
@@ -35,7 +35,7 @@ def other_platform() -> str | None:
 
 
 def is_active() -> bool:
-    """Whether this process serves on this platform: asked for, and SGLang has no better one."""
+    """Tell whether this process serves here: asked for, and SGLang has no better platform."""
     return is_requested() and other_platform() is None
 
 

@@ -176,7 +176,7 @@ class PrefixAttnBackend(AttentionBackend):
                 self._survive(error, forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch, in_capture: bool = False) -> None:
-        """Before capture or replay of a graph.
+        """Prepare the capture or replay of a graph.
 
         A stock graph keeps pointers into what the stock backend makes here for its capture, once a
         size: the capture of the prefix graph must not come this way.
@@ -204,7 +204,7 @@ class PrefixAttnBackend(AttentionBackend):
         )
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
-        """Attention of one layer: q [B, Hq * D], k and v [B, Hkv, D]; returns [B, Hq * D]."""
+        """Attend in one layer: q [B, Hq * D], k and v [B, Hkv, D]; returns [B, Hq * D]."""
         options = sorted(name for name, value in kwargs.items() if value is not None)
         if options and self._active.is_prefix:
             self._leave_prefix(f"layer_option:{options[0]}", forward_batch)
@@ -249,7 +249,7 @@ class PrefixAttnBackend(AttentionBackend):
     # --- internals -------------------------------------------------------------------------------
 
     def _take_step(self, forward_mode) -> Step:
-        """The observed step becomes the active one; each is used once."""
+        """Make the observed step the active one; each is used once."""
         step = self._observed if forward_mode.is_decode() else None
         self._observed = None
         self._active = step or _UNOBSERVED
@@ -267,9 +267,11 @@ class PrefixAttnBackend(AttentionBackend):
         self._executor.append(forward_batch.seq_lens, forward_batch.out_cache_loc)
 
     def _survive(self, error: Exception, forward_batch) -> None:
-        """After kernels that could not be compiled or launched in an eager step: stock from here
-        on. Raises the error in a capture (variants.py sees to it), where the CUDA context is lost,
-        and where other ranks would go on with prefix kernels."""
+        """Run stock from here on, after kernels that failed to compile or launch in an eager step.
+
+        Raises the error in a capture (graph_variants.py sees to it), where the CUDA context is
+        lost, and where other ranks would go on with prefix kernels.
+        """
         capturing = self._active is self._padding
         if capturing or self._runner.ps.tp_size > 1 or isinstance(error, torch.AcceleratorError):
             raise error
@@ -277,7 +279,7 @@ class PrefixAttnBackend(AttentionBackend):
         self._leave_prefix("kernel_error", forward_batch)
 
     def _leave_prefix(self, reason: str, forward_batch) -> None:
-        """In the middle of a prefix step: stock, from here on."""
+        """Run stock from here on, in the middle of a prefix step."""
         self._only_stock(reason)
         if self._active is not self._padding:
             # In a capture the stock graph of the same size has just left its metadata in place.

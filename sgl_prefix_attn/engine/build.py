@@ -58,7 +58,7 @@ def build(runner, heads: HeadConfig, settings: Settings) -> Execution:
 
 
 def _calibration(runner, heads: HeadConfig, num_sms: int) -> Calibration | None:
-    """All ranks of a tensor-parallel group call this."""
+    """Find the calibration; all ranks of a tensor-parallel group call this."""
     device = torch.device(runner.device)
     if device.type != "cuda":
         return None
@@ -67,6 +67,6 @@ def _calibration(runner, heads: HeadConfig, num_sms: int) -> Calibration | None:
 
 
 def padding_plan(planner: Planner) -> Plan:
-    """The plan of a batch without requests: a captured graph runs it without reading any KV."""
+    """Plan a batch without requests: a captured graph runs it without reading any KV."""
     none = np.zeros(0, dtype=np.int32)
     return planner.plan(PathTable(none, none, none.astype(np.int64), none, none))

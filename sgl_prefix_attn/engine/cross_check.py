@@ -28,7 +28,7 @@ def check_layer(layer_id: int, out, expected, counters: StepCounters) -> None:
 
 
 def layer_mismatch(out: torch.Tensor, expected: torch.Tensor) -> str | None:
-    """What differs between two outputs [B, ...] of one dtype, or None. Synchronises."""
+    """Say what differs between two outputs [B, ...] of one dtype, or None. Synchronises."""
     rows = len(out)
     error = (out.float() - expected.float()).abs().reshape(rows, -1).amax(dim=1)
     scale = float(expected.float().abs().max())

@@ -53,7 +53,7 @@ class GraphVariants:
         self.cost = GraphCost()
 
     def problem(self, batch_size: int) -> str | None:
-        """Why a step of this batch size cannot replay a prefix graph; None when it can, or when
+        """Say why a step of this batch size cannot replay a prefix graph; None when it can, or when
         there is no graph at all for so many requests and none failed: kernels that could not be
         captured are not tried without a graph."""
         at = bisect_left(self._sizes, batch_size)
@@ -64,7 +64,7 @@ class GraphVariants:
         return "graph_batch_size" if self._sizes[at] > self.max_bs else "graph_capture_failed"
 
     def padded_size(self, batch_size: int) -> int:
-        """Rows of the graph that a batch of so many requests replays; its own size without one."""
+        """Return the rows of the graph that such a batch replays; its own size without one."""
         at = bisect_left(self._sizes, batch_size)
         return self._sizes[at] if at < len(self._sizes) else batch_size
 
@@ -96,7 +96,7 @@ class GraphVariants:
         )
 
     def log_cost(self) -> None:
-        """One line about all prefix graphs; nothing when there are none."""
+        """Log one line about all prefix graphs; nothing when there are none."""
         if self.cost.graphs:
             logger.info(
                 "decode CUDA graphs with prefix kernels: %d graphs took %.1f s and %.0f MiB beside "
@@ -127,7 +127,7 @@ class GraphVariants:
 
 
 def _usable_after(error: Exception, device) -> bool:
-    """Whether stock graphs can still be captured and replayed after a capture that failed.
+    """Tell whether stock graphs can still be captured and replayed after a capture that failed.
 
     Leaving torch.cuda.graph ends the capture. Where even that fails, its CUDA error replaces the
     first one, and torch's allocator stays in capture mode for good. The same class of errors stands

@@ -13,7 +13,7 @@ def attention_layers(runner) -> list[RadixAttention]:
 
 
 def head_config(runner) -> HeadConfig:
-    """The heads that all layers of a supported model have on this rank."""
+    """Return the heads that all layers of a supported model have on this rank."""
     layer = attention_layers(runner)[0]
     return HeadConfig(layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim)
 
@@ -55,7 +55,7 @@ def _is_scaled(layer: RadixAttention) -> bool:
 
 
 def unsupported_server(server_args) -> str | None:
-    """Which option of the server rules prefix kernels out, or None."""
+    """Say which option of the server rules prefix kernels out, or None."""
     if server_args.dcp_size > 1:
         return "parallel:context"
     if server_args.enable_dp_attention:

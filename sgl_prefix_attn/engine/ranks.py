@@ -13,7 +13,7 @@ from sgl_prefix_attn.settings import VARIABLES, Settings
 
 
 def cpu_group(runner):
-    """The process group of CPU tensors of a ModelRunner's tensor-parallel ranks, None for one."""
+    """Return the CPU process group of a runner's tensor-parallel ranks, None for one rank."""
     return runner.tp_group.cpu_group if runner.ps.tp_size > 1 else None
 
 
@@ -34,7 +34,7 @@ def raise_unless_alike(settings: Settings, group) -> None:
 
 
 def agreement(runner) -> Callable[[bool], bool]:
-    """A function that tells whether every tensor-parallel rank of a ModelRunner passed True.
+    """Make a function that tells whether every tensor-parallel rank passed True.
 
     All ranks must call it at the same steps; with one rank it is the identity.
     """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 def find_backend(model_runner):
-    """The PrefixAttnBackend that this runner decodes with, or None.
+    """Return the PrefixAttnBackend that this runner decodes with, or None.
 
     SGLang wraps a prefill and a decode backend into HybridAttnBackend. Any other wrapper (two-batch
     overlap, hybrid linear attention) is not ours: behind it, steps stay stock.

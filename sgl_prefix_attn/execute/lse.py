@@ -35,7 +35,7 @@ class Lse:
 def merge_states(
     out_a: torch.Tensor, lse_a: Lse, out_b: torch.Tensor, lse_b: Lse
 ) -> tuple[torch.Tensor, Lse]:
-    """Attention over two disjoint KV sets from the attention over each ([B, Hq, D], [B, Hq]).
+    """Merge attention over two disjoint KV sets ([B, Hq, D], [B, Hq]).
 
     Raises ValueError when the two LSE have different bases.
     """

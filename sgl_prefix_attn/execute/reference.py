@@ -90,7 +90,7 @@ def full_attention(
     logits_soft_cap: float = 0.0,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, Lse]:
-    """Attention of every request over its own row of slots, in `dtype`; knows nothing of plans."""
+    """Attend every request over its own row of slots, in `dtype`; knows nothing of plans."""
     outs, lses = [], []
     for i, length in enumerate(seq_lens.tolist()):
         index = req_to_token[req_pool_indices[i], :length].long()
@@ -109,7 +109,7 @@ def _items(words: torch.Tensor):
 
 
 def _decode(item: list[int], words: torch.Tensor, seq_lens: torch.Tensor):
-    """Output rows, partial rows and entries of kv_indices of each stretch of one work item."""
+    """Yield output rows, partial rows and entries of kv_indices of each stretch of an item."""
     first = words[L.H_ENTRIES].item() + item[L.I_ENTRY] * L.ENTRY_WORDS
     entries = words[first:][: item[L.I_NUM_QUERIES] * L.ENTRY_WORDS].view(-1, L.ENTRY_WORDS).long()
     rows, partials = entries[:, L.E_ROW], entries[:, L.E_PARTIAL]
@@ -133,7 +133,7 @@ def _stretch(item: list[int], segment: int, length: int) -> slice:
 
 
 def _attend(q, k, v, sm_scale, logits_soft_cap, dtype=torch.float32):
-    """q [n, Hq, D] over k, v [t, Hkv, D] -> out [n, Hq, D] and LSE [n, Hq] in base 2."""
+    """Attend q [n, Hq, D] over k, v [t, Hkv, D]: out [n, Hq, D] and LSE [n, Hq] in base 2."""
     n, num_qo_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     grouped = q.to(dtype).view(n, num_kv_heads, -1, head_dim)

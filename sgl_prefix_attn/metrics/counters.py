@@ -46,7 +46,7 @@ class KvSize:
 
     @classmethod
     def of(cls, layers, itemsize: int) -> KvSize:
-        """layers: this rank's RadixAttention modules; itemsize: bytes of a KV cache element."""
+        """Add up the layers of this rank; itemsize: bytes of a KV cache element."""
         elements = sum(
             x.tp_k_head_num * x.qk_head_dim + x.tp_v_head_num * x.v_head_dim for x in layers
         )
@@ -68,7 +68,7 @@ class StepCounters:
     _told: set = field(default_factory=set)
 
     def step(self, decision: Decision, kv_tokens: KvTokens, steps: int = 1) -> None:
-        """kv_tokens: of all these steps together."""
+        """Count steps; kv_tokens: of all these steps together."""
         self.steps[decision] += steps
         for kind, tokens in zip(KV_KINDS, kv_tokens, strict=True):
             self.kv_tokens[kind] += tokens
@@ -78,7 +78,7 @@ class StepCounters:
             self.decode_log.step(decision, self, steps)
 
     def interval(self, variant: str, seconds: float) -> None:
-        """Wall-clock time between the starts of two decode steps (intervals.StepIntervals)."""
+        """Export the wall-clock time between the starts of two decode steps (StepIntervals)."""
         if self.exporter is not None:
             self.exporter.interval(variant, seconds)
 

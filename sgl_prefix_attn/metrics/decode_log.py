@@ -46,7 +46,7 @@ class _Totals:
 def describe(
     now: _Totals, before: _Totals, last: Decision, counters: StepCounters, size: KvSize
 ) -> str:
-    """The line; KV bytes over all layers of this rank, predictions are of the last decision."""
+    """Write the line; KV bytes over all layers of this rank, predictions of the last decision."""
     steps, plans = now.steps - before.steps, now.plans - before.plans
     kv_tokens = now.kv_tokens - before.kv_tokens
     read, query_centric = (

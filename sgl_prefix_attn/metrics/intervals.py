@@ -1,7 +1,7 @@
 """Wall-clock time of decode steps, as far as the host can tell it without asking the GPU.
 
 A step's start is the moment when it is prepared on the host. Under load SGLang's loop goes round
-once a step: from one start to the next it waits for the GPU to finish a step, the one just
+once per step: from one start to the next it waits for the GPU to finish a step, the one just
 launched, or with overlap scheduling the one before. Such an interval is a step's time, host work
 and all, if nothing but decode steps of one variant ran in it and just before it.
 """
@@ -23,7 +23,7 @@ class StepIntervals:
         self._run = 0  # steps of the variant without anything in between
 
     def start(self, reqs: Sequence) -> tuple[str, float] | None:
-        """(variant, seconds) since the step before started, None where it tells no step's time."""
+        """Return (variant, seconds) since the step before started; None: no step's time."""
         now = self._clock()
         # SGLang keeps the order of running requests and appends new ones, so the server was not
         # idle meanwhile if the first request is still the same. The reference keeps it alive.
@@ -34,7 +34,7 @@ class StepIntervals:
         return known
 
     def ran(self, variant: str) -> None:
-        """The step that started runs this variant."""
+        """Note that the step that started runs this variant."""
         self._run = self._run + 1 if variant == self._variant else 1
         self._variant = variant
 

@@ -58,8 +58,8 @@ class StepCount:
         self._steps_since = 0
 
     def known(self, decision: Decision, batch_size: int) -> None:
-        """A step of the batch that was evaluated: since then every request has grown by one
-        private token a step."""
+        """Count a step of the batch that was evaluated: since then every request has grown by one
+        private token per step."""
         if decision is not self._decision or batch_size != self._batch_size:
             self.flush()
             self._decision, self._batch_size = decision, batch_size
@@ -70,7 +70,7 @@ class StepCount:
         self._intervals.ran(decision.variant)
 
     def unread(self, decision: Decision, seq_lens: np.ndarray) -> None:
-        """A stock step whose batch was not compared with the one evaluated."""
+        """Count a stock step whose batch was not compared with the one evaluated."""
         self.flush()
         self._steps_since += 1
         total = sum(seq_lens.tolist())

@@ -9,7 +9,7 @@ from sgl_prefix_attn.records import PathTable
 
 
 def shared_paths(pages: np.ndarray, seq_lens: np.ndarray, page_size: int) -> PathTable:
-    """Prefix paths of the rows of a block table [B, pages]; equal leading pages are shared.
+    """Find prefix paths of a block table [B, pages]; equal leading pages are shared.
 
     Rows are grouped by the page where they stand, the group's common run of pages becomes a node,
     and what follows is grouped again. A row's last page is never part of a node: it is written to.
@@ -47,7 +47,7 @@ def shared_paths(pages: np.ndarray, seq_lens: np.ndarray, page_size: int) -> Pat
 
 
 def token_slots(block_table: torch.Tensor, page_size: int) -> torch.Tensor:
-    """KV slot of every token: pages [B, P] -> slots [B, P * page_size]."""
+    """Return the KV slot of every token: pages [B, P] -> slots [B, P * page_size]."""
     if page_size == 1:
         return block_table
     within = torch.arange(page_size, device=block_table.device)

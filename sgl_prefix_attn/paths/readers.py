@@ -15,11 +15,11 @@ _READERS: dict[tuple[str, str], TreeReader] = {
 
 
 def reader_of(tree_cache) -> TreeReader | None:
-    """The reader of a cache, None where its paths cannot be read."""
+    """Return the reader of a cache, None where its paths cannot be read."""
     kind = type(tree_cache)
     return _READERS.get((kind.__module__, kind.__name__))
 
 
 def unsupported_tree(tree_cache) -> str | None:
-    """Why the paths of this cache cannot be read, or None."""
+    """Say why the paths of this cache cannot be read, or None."""
     return None if reader_of(tree_cache) else f"tree:{type(tree_cache).__name__}"

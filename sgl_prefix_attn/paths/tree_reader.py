@@ -72,20 +72,20 @@ class TreeReader(Protocol):
     """Reads the prefix paths of one SGLang cache class. Stateless."""
 
     def read_paths(self, batch: RunningBatch) -> PathTable:
-        """Prefix paths of the batch, in O(nodes + requests); leaf is -1 without a path."""
+        """Read the paths of the batch in O(nodes + requests); leaf is -1 without a path."""
         ...
 
     def mapping(self, reqs: Sequence) -> KvMapping:
-        """What must stay for a plan of these requests to stay valid, besides their lengths."""
+        """Return what must stay for a plan of these requests to stay valid, besides lengths."""
         ...
 
     def remaps(self, tree_cache) -> int | None:
-        """How often running requests may have got other nodes or slots so far (the hook in
+        """Count how often running requests may have got other nodes or slots so far (the hook in
         patches/remaps.py counts); None where nothing counts."""
         ...
 
     def request_path(self, req) -> RequestPath:
-        """One request's path, node by node."""
+        """Return one request's path, node by node."""
         ...
 
 

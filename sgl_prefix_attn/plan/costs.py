@@ -16,7 +16,7 @@ class GpuRates:
     mma        flop/us of the shared kernel's two products
     item       us that a CTA needs for a work item besides its KV
     ctas       CTAs over which items spread
-    launch     us a step costs however little there is to do
+    launch     us that a step costs however little there is to do
     """
 
     bandwidth: float
@@ -43,7 +43,7 @@ GPU_RATES = {
 
 
 def known_rates(gpu_name: str) -> GpuRates | None:
-    """The first row of the table whose name occurs in gpu_name."""
+    """Return the first row of the table whose name occurs in gpu_name."""
     return next((rates for name, rates in GPU_RATES.items() if name in gpu_name), None)
 
 
@@ -85,7 +85,7 @@ class CostModel:
 
     @classmethod
     def for_gpu(cls, gpu_name: str, heads: HeadConfig, kv_bytes: int = 2) -> CostModel:
-        """Rates of the first table row whose name occurs in gpu_name, else of 'other'."""
+        """Take the rates of the first table row whose name occurs in gpu_name, else 'other'."""
         return cls.from_rates(known_rates(gpu_name) or GPU_RATES["other"], heads, kv_bytes)
 
     @classmethod
@@ -105,6 +105,6 @@ class CostModel:
 
 
 def partial_bytes(heads: HeadConfig, kv_bytes: int) -> int:
-    """Bytes that one query's partial result moves, written and read: the output in the model's
+    """Count the bytes one query's partial result moves, written and read: the output in the model's
     width, LSE and scale in float32."""
     return 2 * heads.num_qo_heads * (heads.head_dim * kv_bytes + 8)

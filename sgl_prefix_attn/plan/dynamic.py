@@ -38,7 +38,7 @@ def _scalars(costs: CostModel):
 
 @cached_njit
 def _pack_cost(kv_len, queries, kv_token, mma_row, fixed, group_size, row_step):
-    """Time of one pack without its partial results."""
+    """Cost one pack without its partial results."""
     if queries == 0:
         return 0.0
     rows = -(-(queries * group_size) // row_step) * row_step
@@ -47,7 +47,7 @@ def _pack_cost(kv_len, queries, kv_token, mma_row, fixed, group_size, row_step):
 
 @cached_njit
 def _tail_cost(kv_start, seq_len, kv_token, mma_row, partial, fixed, group_size, row_step):
-    """A request's own pack; from position 0 it is the only part and needs no merging."""
+    """Cost a request's own pack; from position 0 it is the only part and needs no merging."""
     cost = _pack_cost(seq_len - kv_start, 1, kv_token, mma_row, fixed, group_size, row_step)
     return cost + (partial if kv_start > 0 else 0.0)
 

@@ -1,4 +1,4 @@
-"""Microseconds a layer of a plan, from a few physical terms of its work.
+"""Microseconds per layer of a plan, from a few physical terms of its work.
 
 The terms are launches, work items, partial results, and the larger of "all bytes at full
 bandwidth" and "the longest chain of work on one CTA", softly (a p-norm). Coefficients are factors
@@ -28,7 +28,7 @@ PREFIX_COEFFICIENTS = (
 
 
 def starts(coefficients: tuple) -> tuple[float, ...]:
-    """Of a table such as PREFIX_COEFFICIENTS: what holds until something is fitted."""
+    """Take what holds until something is fitted from a table such as PREFIX_COEFFICIENTS."""
     return tuple(start for _, start, *_ in coefficients)
 
 
@@ -36,12 +36,12 @@ _PREFIX_START = starts(PREFIX_COEFFICIENTS)
 
 
 def estimated_us(work: PlanWork, costs: CostModel) -> float:
-    """Without a calibration: good for comparing plans of one step."""
+    """Estimate without a calibration: good for comparing plans of one step."""
     return prefix_physical(_PREFIX_START, work, costs)
 
 
 def prefix_physical(c, work: PlanWork, costs: CostModel) -> float:
-    """With coefficients c, as PREFIX_COEFFICIENTS names them."""
+    """Evaluate the formula with coefficients c, as PREFIX_COEFFICIENTS names them."""
     launch, merge, item, partial, part, bandwidth, reread, mma, chain, norm = c
     busy = (
         costs.kv_token * bandwidth * (work.tail_tokens + work.shared_tokens)

@@ -9,7 +9,7 @@ from sgl_prefix_attn.records import Forest, Packing, Packs
 
 
 def make_packs(forest: Forest, packing: Packing) -> Packs:
-    """One pack per node that kept queries, then one per request for its tail.
+    """Make one pack per node that kept queries, then one per request for its tail.
 
     The packs that a request appears in cover its KV positions [0, seq_len) exactly once.
     """

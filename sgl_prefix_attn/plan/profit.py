@@ -24,8 +24,8 @@ FASTTREE_TILES = ((64, 32), (16, 128))
 def choose_packing(forest: Forest, strategy: str, costs: CostModel) -> Packing:
     """Decide every merge of the forest.
 
-    query       everything merges: one pack a request, as a query-centric kernel does
-    naive       nothing merges: one pack a node (ChunkAttention's two phases, PAT-naive)
+    query       everything merges: one pack per request, as a query-centric kernel does
+    naive       nothing merges: one pack per node (ChunkAttention's two phases, PAT-naive)
     pat         PAT Algorithm 1: split where 4 * queries(child) < len(parent), else merge
     compute     FastTree's compute-oriented cost (PAT-compute)
     calibrated  the cheapest split/merge choice under `costs`, by dynamic programming

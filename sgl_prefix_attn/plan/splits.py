@@ -19,7 +19,7 @@ from sgl_prefix_attn.records import Packs, PlanWork
 def split_jobs(
     packs: Packs, tiling: Tiling, tile_set: TileSet, costs: CostModel
 ) -> tuple[np.ndarray, PlanWork]:
-    """KV splits int32 [J] of every job, and the work that they make of the step.
+    """Choose KV splits int32 [J] of every job; returns the work that they make too.
 
     For each of TileSet.longest, a job is cut so that none of its items takes longer than that
     share of the step (an occupancy-aware form of PAT's mean rule).

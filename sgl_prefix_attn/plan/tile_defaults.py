@@ -11,7 +11,7 @@ CPU_SMS = 4
 
 
 def default_tile_set(device: torch.device | str, heads: HeadConfig) -> TileSet:
-    """Tiles for a device and head configuration: gpu_tile_set, or on a CPU a small set that
+    """Choose tiles for a device and heads: gpu_tile_set, or on a CPU a small set that
     exercises splits, row tiles and packed tails."""
     device = torch.device(device)
     if device.type == "cuda":
@@ -28,7 +28,7 @@ def default_tile_set(device: torch.device | str, heads: HeadConfig) -> TileSet:
 
 
 def gpu_tile_set(num_sms: int, heads: HeadConfig) -> TileSet:
-    """Tiles for a GPU of num_sms multiprocessors, as measured on an H100 (docs/kernel-log.md);
+    """Choose tiles for a GPU of num_sms multiprocessors, as measured on an H100 (kernel-log.md);
     needs no GPU."""
     tail_m, requests = _tail_rows(heads)
     rows = max(64, tail_m)
@@ -49,7 +49,7 @@ def gpu_tile_set(num_sms: int, heads: HeadConfig) -> TileSet:
 
 
 def _tail_rows(heads: HeadConfig) -> tuple[int, int]:
-    """(rows of a tails tile, requests that fit into it side by side)."""
+    """Return (rows of a tails tile, requests that fit into it side by side)."""
     tail_m = max(16, _power_of_two_above(heads.group_size))
     return tail_m, _power_of_two_below(tail_m // heads.group_size)
 

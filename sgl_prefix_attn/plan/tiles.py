@@ -83,14 +83,14 @@ class TileSet:
                 )
 
     def packs_tails(self, num_short: int, num_kv_heads: int) -> bool:
-        """Whether so many short tails are packed: the fewer there are, the less packing pays."""
+        """Tell whether so many short tails are packed: the fewer, the less packing pays."""
         if self.packed_tail is None:
             return False
         tickets = num_short // self.packed_tail.requests * num_kv_heads
         return tickets >= self.packed_tickets
 
     def usable(self, batch_size: int, num_kv_heads: int) -> list[int]:
-        """Tiles that a plan of at most batch_size requests may use, as indices into `tiles`."""
+        """List the tiles a plan of at most batch_size requests may use, as indices into `tiles`."""
         unused = None if self.packs_tails(batch_size, num_kv_heads) else self.packed_tail
         return [i for i, tile in enumerate(self.tiles) if tile is not unused]
 
@@ -106,12 +106,12 @@ class TileSet:
 
     @cached_property
     def block_m(self) -> np.ndarray:
-        """int [tiles]"""
+        """Rows of each tile: int [tiles]."""
         return np.array([tile.block_m for tile in self.tiles])
 
     @cached_property
     def block_n(self) -> np.ndarray:
-        """int [tiles]"""
+        """KV tokens of each tile: int [tiles]."""
         return np.array([tile.block_n for tile in self.tiles])
 
 
@@ -192,7 +192,7 @@ def tile_packs(packs: Packs, tile_set: TileSet, costs: CostModel) -> Tiling:
 
 
 def _select_shared(queries, block_m: np.ndarray, group: int):
-    """(index into block_m, row tiles, queries per tile) of each shared pack."""
+    """Return (index into block_m, row tiles, queries per tile) of each shared pack."""
     most = block_m[-1] // group
     row_tiles = -(-queries // most)
     per_tile = -(-queries // row_tiles)

@@ -23,7 +23,7 @@ ITEM_TOKENS = 50
 def plan_work(
     packs: Packs, tiling: Tiling, splits: np.ndarray, tile_set: TileSet, num_kv_heads: int
 ) -> PlanWork:
-    """Totals of a plan whose jobs have `splits` int32 [J] KV splits, and how long its longest
+    """Total a plan whose jobs have `splits` int32 [J] KV splits, and how long its longest
     chains of work items are."""
     return PlanWork(
         *_plan_work(
@@ -39,7 +39,7 @@ def _plan_work(
     query_offset, queries, pack_order, job_offset, tile, row_tiles, tokens, splits,
     block_m, block_n, first_shared, num_sms, num_kv_heads,
 ):  # fmt: skip
-    """The fields of PlanWork, in their order."""
+    """Return the fields of PlanWork, in their order."""
     num_jobs = tile.size
     parts = np.zeros(queries.max() + 1 if queries.size else 0, np.int64)
     item_tokens = np.empty(num_jobs, np.int64)

@@ -1,4 +1,4 @@
-"""Hands the hooks in patches/ to SGLang, one a file: TARGET, WHY and the function.
+"""Hands the hooks in patches/ to SGLang, one per file: TARGET, WHY and the function.
 
 SGLang applies hooks after register() has returned and only logs one that fails, so the backend is
 built only after verify_applied().

@@ -34,14 +34,14 @@ SUPPORTED = tuple(release.version for release in RELEASES)
 
 
 def installed() -> Release | None:
-    """The table's row for the SGLang in this environment, None where it has none."""
+    """Return the table's row for the installed SGLang, None where it has none."""
     # A local tag (0.5.17+cu130) is another build of the same code.
     version = metadata.version("sglang").split("+")[0]
     return next((release for release in RELEASES if release.version == version), None)
 
 
 def problem() -> str | None:
-    """Why the installed SGLang cannot be used, with what to do, or None."""
+    """Say why the installed SGLang cannot be used, with what to do, or None."""
     if installed() is not None:
         return None
     return (

@@ -63,7 +63,7 @@ class PlanLifetime:
         return None
 
     def planned(self, batch: RunningBatch, reader: TreeReader, appends_left: int) -> None:
-        """A plan was made for this batch; the step that follows needs no append from it."""
+        """Note that a plan was made for this batch; its own step needs no append."""
         self._invalid = None
         self._reqs = list(batch.reqs)
         self._mapping = reader.mapping(batch.reqs)
@@ -73,7 +73,7 @@ class PlanLifetime:
         self._appends_left = appends_left + 1
 
     def stepped(self) -> None:
-        """A prefix step runs on the plan: every request grows by one token."""
+        """Note that a prefix step runs on the plan: every request grows by one token."""
         self._next_lens += 1
         self._appends_left -= 1
 

@@ -13,9 +13,9 @@ from sgl_prefix_attn.records import PREFIX, STOCK, Decision, Prediction
 # Predicted stock time over prefix time from which prefix kernels run, where KV is shared and where
 # none is, by the source of the calibration. Measured predictions err by a few per cent: of the 5100
 # batches, unseen by the fits, that these gains were tried on, 8 are slower than stock by more than
-# 3 % and 2 us a layer, 3 take over 1.10 of the faster kernels' time, and no unshared one is slower
-# by more than 1 % and 1 us; larger gains spare few of the 8 and lose more. Where nothing is shared
-# a gain is believed later: such batches are many, and stock kernels are made for them. A
+# 3 % and 2 us per layer, 3 take over 1.10 of the faster kernels' time, and no unshared one is
+# slower by more than 1 % and 1 us; larger gains spare few of the 8 and lose more. Where nothing is
+# shared a gain is believed later: such batches are many, and stock kernels are made for them. A
 # calibration that was not measured on such layers, or not on such a GPU, has to promise more.
 GAINS = {
     "measured": (1.025, 1.035),
@@ -78,7 +78,7 @@ class BatchFacts:
 
 
 def unsupported_model(facts: ModelFacts) -> str | None:
-    """Why no step of this model can run the prefix kernels, or None."""
+    """Say why no step of this model can run the prefix kernels, or None."""
     if facts.head_configs == 0:
         return "layers:none"
     if facts.head_configs > 1:
@@ -103,7 +103,7 @@ def unsupported_model(facts: ModelFacts) -> str | None:
 
 
 def decide(facts: BatchFacts) -> Decision:
-    """The step's kernels and why: what is unsupported first, then a forced policy, then what else
+    """Choose the step's kernels: what is unsupported first, then a forced policy, then what else
     stands against it, then the predicted times."""
     against = facts.model or facts.tree
     if against is None and facts.policy == STOCK:

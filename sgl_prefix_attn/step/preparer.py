@@ -123,15 +123,15 @@ class StepPreparer:
         return self._counters
 
     def interrupt(self) -> None:
-        """A forward pass that is no step of this preparer runs."""
+        """Note that a forward pass runs that is no step of this preparer."""
         self._count.interrupt()
 
     def only_stock(self, reason: str) -> None:
-        """No step from now on can run prefix kernels."""
+        """Let no step from now on run prefix kernels."""
         self._model_problem = reason
 
     def _standing_facts(self, tree_cache, batch_size: int) -> tuple[BatchFacts, Decision]:
-        """What is known without reading the batch, and the decision that it makes."""
+        """Return what is known without reading the batch, and the decision that it makes."""
         graph = self._graph_problem(batch_size)
         key = (type(tree_cache), self.settings.policy, self._model_problem, graph)
         if key not in self._standing:

@@ -23,7 +23,7 @@ _MERGE_ELEMENTS = 1024  # of one program's output
 
 
 def forward_constants(heads: HeadConfig, tile: TileConfig, i_tile: int) -> dict:
-    """The constants that a tile's kernel is compiled with, flags of the call aside."""
+    """Return the constants that a tile's kernel is compiled with, flags of the call aside."""
     requests = {"REQUESTS": tile.requests} if tile.requests else {}
     return {
         "NUM_KV_HEADS": heads.num_kv_heads,
@@ -38,13 +38,13 @@ def forward_constants(heads: HeadConfig, tile: TileConfig, i_tile: int) -> dict:
 
 
 def compiler_options(tile: TileConfig) -> dict:
-    """How Triton builds a tile's kernel."""
+    """Say how Triton builds a tile's kernel."""
     cap = {"maxnreg": tile.max_regs} if tile.max_regs else {}
     return {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **cap}
 
 
 def _lse_or_out(layer: LayerParams) -> torch.Tensor:
-    """An argument for the kernels where they do not write the LSE."""
+    """Return an argument for the kernels where they do not write the LSE."""
     return layer.out if layer.out_lse is None else layer.out_lse
 
 
