@@ -60,7 +60,7 @@ class PrefixAttnBackend(AttentionBackend):
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
         self._runner = runner
-        self._model_problem = policy.unsupported_model(model_facts.model_facts(runner))
+        self._model_problem = model_facts.unsupported_model(runner)
         planner = predictor = self._executor = self._padding = None
         if self._model_problem is None:
             self._heads = model_facts.head_config(runner)

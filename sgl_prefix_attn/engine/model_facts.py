@@ -1,11 +1,10 @@
-"""What the policy needs to know about a model, read once from SGLang's ModelRunner."""
+"""What SGLang's ModelRunner says about a model's attention layers, and why they cannot be run."""
 
 from __future__ import annotations
 
 from sglang.srt.layers.radix_attention import RadixAttention
 
 from sgl_prefix_attn.records import HeadConfig
-from sgl_prefix_attn.step.policy import ModelFacts
 
 
 def attention_layers(runner) -> list[RadixAttention]:
@@ -18,28 +17,30 @@ def head_config(runner) -> HeadConfig:
     return HeadConfig(layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim)
 
 
-def model_facts(runner) -> ModelFacts:
+def unsupported_model(runner) -> str | None:
+    """Say why no step of this model can run the prefix kernels, or None."""
     layers = attention_layers(runner)
-    pool = runner.token_to_kv_pool
-    return ModelFacts(
-        head_configs=len(
-            {(x.tp_q_head_num, x.tp_k_head_num, x.qk_head_dim, x.v_head_dim) for x in layers}
-        ),
-        equal_head_dims=all(x.qk_head_dim == x.v_head_dim for x in layers),
-        sliding_window=any(x.sliding_window_size > -1 or x.use_irope for x in layers),
-        cross_attention=any(x.is_cross_attention for x in layers),
-        logit_transform=any(
+    heads = {(x.tp_q_head_num, x.tp_k_head_num, x.qk_head_dim, x.v_head_dim) for x in layers}
+    pool, kv_dtype = _pool_name(runner.token_to_kv_pool), runner.kv_cache_dtype
+    reasons = {
+        # None of them is a module of the model in SGLang's Transformers backend.
+        "layers:none": not layers,
+        "layers:different_heads": len(heads) > 1,
+        "layers:head_dim": any(x.qk_head_dim != x.v_head_dim for x in layers),
+        "layers:sliding_window": any(x.sliding_window_size > -1 or x.use_irope for x in layers),
+        "layers:cross_attention": any(x.is_cross_attention for x in layers),
+        "layers:logit_transform": any(
             x.logit_capping_method != "tanh"
             or x.xai_temperature_len > 0
             or x.pos_encoding_mode != "NONE"
             for x in layers
         ),
-        kv_scales=any(_is_scaled(x) for x in layers),
-        kv_dtype=str(runner.kv_cache_dtype).removeprefix("torch."),
-        model_dtype=str(runner.dtype).removeprefix("torch."),
-        kv_pool=_pool_name(pool),
-        server=unsupported_server(runner.server_args),
-    )
+        unsupported_server(runner.server_args): True,
+        f"kv_dtype:{str(kv_dtype).removeprefix('torch.')}": kv_dtype != runner.dtype,
+        "kv_scales": any(_is_scaled(x) for x in layers),
+        f"kv_pool:{pool}": pool != "MHATokenToKVPool",
+    }
+    return next((reason for reason, holds in reasons.items() if holds and reason), None)
 
 
 def _pool_name(pool) -> str:

@@ -33,27 +33,6 @@ STOCK_STEPS = 8
 
 
 @dataclass(frozen=True)
-class ModelFacts:
-    """What is fixed when the server starts and decides whether prefix kernels can run at all.
-
-    The layer fields say whether any layer of the model has the property.
-    """
-
-    # Number of different (query heads, KV heads, head dims) among the layers; 0 where none is a
-    # module of the model, as in SGLang's Transformers backend.
-    head_configs: int
-    equal_head_dims: bool  # query/key head dim equals value head dim
-    sliding_window: bool
-    cross_attention: bool
-    logit_transform: bool  # capping other than tanh, a temperature, or positions added to logits
-    kv_scales: bool
-    kv_dtype: str
-    model_dtype: str
-    kv_pool: str  # class name, with its layout when that is not slot-major
-    server: str | None  # engine/model_facts.unsupported_server()
-
-
-@dataclass(frozen=True)
 class BatchFacts:
     """What decides about one decode step. Reasons are None when there is nothing against it.
 
@@ -65,7 +44,7 @@ class BatchFacts:
     """
 
     policy: str = "auto"  # SGL_PREFIX_ATTN_POLICY
-    model: str | None = None  # unsupported_model()
+    model: str | None = None  # engine/model_facts.unsupported_model()
     tree: str | None = None  # paths()
     graph: str | None = None  # GraphVariants.problem(): no prefix graph of its size
     fault: str | None = None  # what went wrong while this step was planned
@@ -75,31 +54,6 @@ class BatchFacts:
     running: str | None = None
     steps: int = 0
     strategy: str = "calibrated"
-
-
-def unsupported_model(facts: ModelFacts) -> str | None:
-    """Say why no step of this model can run the prefix kernels, or None."""
-    if facts.head_configs == 0:
-        return "layers:none"
-    if facts.head_configs > 1:
-        return "layers:different_heads"
-    if not facts.equal_head_dims:
-        return "layers:head_dim"
-    if facts.sliding_window:
-        return "layers:sliding_window"
-    if facts.cross_attention:
-        return "layers:cross_attention"
-    if facts.logit_transform:
-        return "layers:logit_transform"
-    if facts.server is not None:
-        return facts.server
-    if facts.kv_dtype != facts.model_dtype:
-        return f"kv_dtype:{facts.kv_dtype}"
-    if facts.kv_scales:
-        return "kv_scales"
-    if facts.kv_pool != "MHATokenToKVPool":
-        return f"kv_pool:{facts.kv_pool}"
-    return None
 
 
 def decide(facts: BatchFacts) -> Decision:

@@ -48,7 +48,7 @@ class StepPreparer:
     predictor     times of both kernels, or None: then prefix kernels run wherever they can
     graph_problem why a batch of so many requests has no prefix graph, or None
     padded_size   rows of the graph that a batch of so many requests replays
-    model_problem why no step can run prefix kernels (policy.unsupported_model), or None
+    model_problem why no step can run prefix kernels (model_facts.unsupported_model), or None
     agree         whether all tensor-parallel ranks pass True; every rank calls it at the same steps
     """
 

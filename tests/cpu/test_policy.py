@@ -10,47 +10,8 @@ from sgl_prefix_attn.step.policy import (
     HELD_LOSS,
     HOLD_STEPS,
     BatchFacts,
-    ModelFacts,
     decide,
-    unsupported_model,
 )
-
-LLAMA = ModelFacts(
-    head_configs=1,
-    equal_head_dims=True,
-    sliding_window=False,
-    cross_attention=False,
-    logit_transform=False,
-    kv_scales=False,
-    kv_dtype="bfloat16",
-    model_dtype="bfloat16",
-    kv_pool="MHATokenToKVPool",
-    server=None,
-)
-
-
-def test_a_plain_model_is_supported():
-    assert unsupported_model(LLAMA) is None
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"head_configs": 2}, "layers:different_heads"),
-        ({"head_configs": 0}, "layers:none"),
-        ({"equal_head_dims": False}, "layers:head_dim"),
-        ({"sliding_window": True}, "layers:sliding_window"),
-        ({"cross_attention": True}, "layers:cross_attention"),
-        ({"logit_transform": True}, "layers:logit_transform"),
-        ({"server": "parallel:context"}, "parallel:context"),
-        ({"kv_dtype": "float8_e4m3fn"}, "kv_dtype:float8_e4m3fn"),
-        ({"kv_scales": True}, "kv_scales"),
-        ({"kv_pool": "MHATokenToKVPool/hnd"}, "kv_pool:MHATokenToKVPool/hnd"),
-        ({"kv_pool": "SWAKVPool"}, "kv_pool:SWAKVPool"),
-    ],
-)
-def test_every_unsupported_property_has_its_reason(change, reason):
-    assert unsupported_model(dataclasses.replace(LLAMA, **change)) == reason
 
 
 @pytest.mark.parametrize(

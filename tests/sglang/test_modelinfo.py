@@ -3,11 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.server_args import ServerArgs
 
-from sgl_prefix_attn.engine.model_facts import model_facts, unsupported_server
+from sgl_prefix_attn.engine.model_facts import unsupported_model, unsupported_server
 from tests.sglang.fake_server import HKV, HQ, PLAIN_SERVER, D, Server
 
 
@@ -42,6 +43,44 @@ def test_scales_of_fp8_weights_count_only_where_they_scale(monkeypatch):
     layer.quant_method.process_weights_after_loading(layer)
     assert layer.k_scale is not None
     runner.model = SimpleNamespace(modules=lambda: [layer])
-    assert not model_facts(runner).kv_scales
+    assert unsupported_model(runner) is None
     layer.v_scale_float = 0.5
-    assert model_facts(runner).kv_scales
+    assert unsupported_model(runner) == "kv_scales"
+
+
+LAYER_REASONS = {
+    "layers:head_dim": {"v_head_dim": 2 * D},
+    "layers:sliding_window": {"sliding_window_size": 128},
+    "layers:cross_attention": {"is_cross_attention": True},
+    "layers:logit_transform": {"xai_temperature_len": 1},
+}
+RUNNER_REASONS = {
+    "kv_dtype:float8_e4m3fn": {"kv_cache_dtype": torch.float8_e4m3fn},
+    "kv_pool:MHATokenToKVPool/hnd": {
+        "token_to_kv_pool": type("MHATokenToKVPool", (), {"kv_cache_layout": "hnd"})()
+    },
+    "kv_pool:SWAKVPool": {"token_to_kv_pool": type("SWAKVPool", (), {})()},
+}
+
+
+@pytest.mark.parametrize("reason", [None, *LAYER_REASONS, *RUNNER_REASONS])
+def test_every_unsupported_property_has_its_reason(monkeypatch, reason):
+    runner = Server(monkeypatch).runner
+    layers = [RadixAttention(HQ, D, 1.0, HKV, i) for i in range(2)]
+    runner.model = SimpleNamespace(modules=lambda: layers)
+    for name, value in LAYER_REASONS.get(reason, {}).items():
+        setattr(layers[0], name, value)
+        if name == "v_head_dim":  # of all layers, else their heads differ
+            layers[1].v_head_dim = value
+    for name, value in RUNNER_REASONS.get(reason, {}).items():
+        setattr(runner, name, value)
+    assert unsupported_model(runner) == reason
+
+
+def test_models_without_layers_and_with_unlike_ones(monkeypatch):
+    runner = Server(monkeypatch).runner
+    layers = []
+    runner.model = SimpleNamespace(modules=lambda: layers)
+    assert unsupported_model(runner) == "layers:none"
+    layers += [RadixAttention(HQ, D, 1.0, HKV, 0), RadixAttention(2 * HQ, D, 1.0, HKV, 1)]
+    assert unsupported_model(runner) == "layers:different_heads"
