@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +19,9 @@ from sgl_prefix_attn.calibrate.samples import Sample, Task
 from sgl_prefix_attn.plan import CostModel, Planner
 from sgl_prefix_attn.plan.costs import GpuRates
 from sgl_prefix_attn.plan.tile_defaults import gpu_tile_set
-from sgl_prefix_attn.predict import time_model
 from sgl_prefix_attn.predict.codec import CalibrationError
 from sgl_prefix_attn.predict.record import Calibration, Origin
-from sgl_prefix_attn.predict.stock_work import StockWork, stock_work
+from sgl_prefix_attn.predict.stock_time import StockWork, stock_work
 from sgl_prefix_attn.records import PlanWork
 
 MIN_SAMPLES = 40
@@ -99,7 +99,7 @@ class Measured:
     """Batches with the work that they are for either kernel, and their microseconds [n]."""
 
     task: Task
-    date: str
+    date: date
     rates: GpuRates
     batches: list[Batch]
     stock_works: list[StockWork]
@@ -121,7 +121,10 @@ class HeldOut:
 
 
 def read_measured(path: Path) -> Measured:
-    """Raises CalibrationError: unusable file, too few samples, batches that are drawn otherwise."""
+    """Read samples and draw their batches again.
+
+    Raises CalibrationError: unusable file, too few samples, batches that are drawn otherwise.
+    """
     file = samples.read(path)
     if len(file.rows) < MIN_SAMPLES:
         raise CalibrationError(f"{path}: {len(file.rows)} samples, a fit needs {MIN_SAMPLES}")
@@ -149,27 +152,24 @@ def read_measured(path: Path) -> Measured:
 
 
 def hold_out(measured: Measured) -> HeldOut:
-    """Each batch predicted by the models that are fitted without it."""
+    """Predict each batch by the models that are fitted without it."""
     m = measured
-    stock = fit.cross_validate(
-        fit.fit_stock, time_model.predict_stock, m.stock_works, m.stock_us, m.costs
+    return HeldOut(
+        fit.cross_validate(fit.STOCK_MODEL, m.stock_works, m.stock_us, m.costs),
+        fit.cross_validate(fit.PREFIX_MODEL, m.prefix_works, m.prefix_us, m.costs),
     )
-    prefix = fit.cross_validate(
-        fit.fit_prefix, time_model.predict_prefix, m.prefix_works, m.prefix_us, m.costs
-    )
-    return HeldOut(stock, prefix)
 
 
 def finish(measured: Measured, held_out: HeldOut) -> Calibration:
-    """The final fit, over all batches, with the errors of those before."""
+    """Fit to all batches; the errors are those of the fits before."""
     m = measured
     return Calibration(
         key=m.task.key,
         versions=m.task.versions,
         num_sms=m.task.num_sms,
         rates=m.rates,
-        stock=fit.fit_stock(m.stock_works, m.stock_us, m.costs),
-        prefix=fit.fit_prefix(m.prefix_works, m.prefix_us, m.costs),
+        stock=fit.STOCK_MODEL.fit(m.stock_works, m.stock_us, m.costs),
+        prefix=fit.PREFIX_MODEL.fit(m.prefix_works, m.prefix_us, m.costs),
         samples=len(m.batches),
         errors={
             "stock": fit.log_rms(held_out.stock_us, m.stock_us),
@@ -181,7 +181,7 @@ def finish(measured: Measured, held_out: HeldOut) -> Calibration:
 
 
 def fit_samples(path: Path) -> Calibration:
-    """A calibration from a samples file; needs no GPU. Raises CalibrationError."""
+    """Make a calibration from a samples file; needs no GPU. Raises CalibrationError."""
     measured = read_measured(path)
     return finish(measured, hold_out(measured))
 

@@ -83,6 +83,7 @@ def calibrate(args: argparse.Namespace, console: Console) -> None:
     # Not before: these import torch and numba.
     from sgl_prefix_attn.calibrate import procedure, report
     from sgl_prefix_attn.calibrate.samples import Task
+    from sgl_prefix_attn.calibrate.writing import save
     from sgl_prefix_attn.predict import store
     from sgl_prefix_attn.predict.record import CalibrationKey
 
@@ -115,7 +116,7 @@ def calibrate(args: argparse.Namespace, console: Console) -> None:
     held_out = procedure.hold_out(measured)
     for line in report.lines(measured, held_out):
         console.print(line)
-    store.save(procedure.finish(measured, held_out), path)
+    save(procedure.finish(measured, held_out), path)
     console.print(f"written: {path}")
 
 

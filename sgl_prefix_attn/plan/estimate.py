@@ -3,8 +3,8 @@
 The terms are launches, work items, partial results, and the larger of "all bytes at full
 bandwidth" and "the longest chain of work on one CTA", softly (a p-norm). Coefficients are factors
 of the cost model's or microseconds, so that they carry over to other head configurations, roughly:
-terms that move together are not told apart. A calibration fits them to a GPU and learns what they
-miss (predict/time_model.py); until then they are near what an H100 and an H200 showed.
+terms that move together are not told apart. A calibration fits them to a GPU; until then they are
+near what an H100 and an H200 showed.
 """
 
 from __future__ import annotations

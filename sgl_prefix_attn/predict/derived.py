@@ -1,7 +1,7 @@
 """Calibrations for what was not measured, from what was.
 
-Rates belong to a GPU; the time models' coefficients are multipliers of the cost model, or
-microseconds, so they carry over between head configurations. Their corrections do not.
+Rates belong to a GPU; coefficients are multipliers of the cost model, or microseconds, so they
+carry over between head configurations.
 """
 
 from __future__ import annotations
@@ -10,34 +10,26 @@ import math
 from dataclasses import replace
 
 from sgl_prefix_attn.plan.costs import GPU_RATES, known_rates
-from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS, starts
+from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS
 from sgl_prefix_attn.predict.record import Calibration, CalibrationKey
-from sgl_prefix_attn.predict.time_model import STOCK_COEFFICIENTS, TimeModel
+from sgl_prefix_attn.predict.stock_time import STOCK_COEFFICIENTS
 
 
 def scaled(found: Calibration, key: CalibrationKey) -> Calibration:
-    """For other heads of the same GPU."""
-    return replace(
-        found,
-        key=key,
-        stock=replace(found.stock, correction=None),
-        prefix=replace(found.prefix, correction=None),
-        samples=0,
-        errors={},
-        source="scaled",
-    )
+    """Derive one for other heads of the same GPU."""
+    return replace(found, key=key, samples=0, errors={}, source="scaled")
 
 
 def conservative(key: CalibrationKey, num_sms: int, like: Calibration | None) -> Calibration:
-    """For a GPU that nothing is known about but its name; `like`, of another GPU, gives the
-    coefficients."""
+    """Derive one for a GPU that nothing is known about but its name; `like`, of another GPU, gives
+    the coefficients."""
     return Calibration(
         key=key,
         versions={},
         num_sms=num_sms,
         rates=known_rates(key.gpu) or GPU_RATES["other"],
-        stock=TimeModel(like.stock.coefficients if like else starts(STOCK_COEFFICIENTS)),
-        prefix=TimeModel(like.prefix.coefficients if like else starts(PREFIX_COEFFICIENTS)),
+        stock=like.stock if like else named_starts(STOCK_COEFFICIENTS),
+        prefix=like.prefix if like else named_starts(PREFIX_COEFFICIENTS),
         samples=0,
         errors={},
         origin=None,
@@ -45,8 +37,13 @@ def conservative(key: CalibrationKey, num_sms: int, like: Calibration | None) ->
     )
 
 
+def named_starts(table: tuple) -> dict[str, float]:
+    """Return the starts of a table such as STOCK_COEFFICIENTS by name."""
+    return {name: start for name, start, *_ in table}
+
+
 def distance(found: CalibrationKey, key: CalibrationKey) -> tuple:
-    """How unlike two keys are, what matters most first."""
+    """Say how unlike two keys are, what matters most first."""
     a, b = found.heads, key.heads
     return (
         found.kv_bytes != key.kv_bytes,

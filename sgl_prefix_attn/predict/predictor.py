@@ -4,34 +4,30 @@ from __future__ import annotations
 
 import numpy as np
 
+from sgl_prefix_attn.plan.estimate import prefix_physical
 from sgl_prefix_attn.predict.record import Calibration
-from sgl_prefix_attn.predict.stock_work import stock_work
-from sgl_prefix_attn.predict.time_model import (
-    ANY_PLAN,
-    predict_prefix,
-    predict_stock,
-)
+from sgl_prefix_attn.predict.stock_time import stock_physical, stock_work
 from sgl_prefix_attn.records import PlanWork
 
 
 class Predictor:
-    """Microseconds a layer of either kernel under one calibration; a pure function of it."""
+    """Predicts microseconds per layer of either kernel; a pure function of one calibration."""
 
     def __init__(self, calibration: Calibration):
-        self._calibration = calibration
-        self._costs = calibration.costs
         self.source = calibration.source
+        self._costs = calibration.costs
+        self._num_sms = calibration.num_sms
+        self._stock = tuple(calibration.stock.values())
+        self._prefix = tuple(calibration.prefix.values())
         # Compile the loops now (some seconds): not in the first decode step of a server.
         self.stock(np.ones(1, np.int64), 1)
-        self.prefix(ANY_PLAN)
 
     def stock(self, seq_lens: np.ndarray, unique: int) -> float:
-        """Of FlashInfer with lengths seq_lens int [B], padding rows of a graph included as 1;
-        `unique` counts each shared token once."""
-        calibration = self._calibration
-        work = stock_work(seq_lens, unique, calibration.num_sms, calibration.key.heads.num_kv_heads)
-        return predict_stock(calibration.stock, work, self._costs)
+        """Predict FlashInfer's time for lengths seq_lens int [B], padding rows of a graph included
+        as 1; `unique` counts each shared token once."""
+        work = stock_work(seq_lens, unique, self._num_sms, self._costs.num_kv_heads)
+        return stock_physical(self._stock, work, self._costs)
 
     def prefix(self, work: PlanWork) -> float:
-        """Of a plan."""
-        return predict_prefix(self._calibration.prefix, work, self._costs)
+        """Predict the time of a plan."""
+        return prefix_physical(self._prefix, work, self._costs)

@@ -9,7 +9,6 @@ import torch.distributed
 
 from sgl_prefix_attn.plan.costs import CostModel
 from sgl_prefix_attn.predict import store
-from sgl_prefix_attn.predict.codec import decode, encode
 from sgl_prefix_attn.predict.record import Calibration, CalibrationKey
 from sgl_prefix_attn.records import HeadConfig
 
@@ -17,18 +16,16 @@ logger = logging.getLogger(__name__)
 
 
 def agreed(key: CalibrationKey, num_sms: int, group=None) -> Calibration:
-    """The first rank looks (store.find) and logs what it found; the others take it from there, so
-    that another file on their disk changes nothing.
+    """Let the first rank look (store.find) and log what it found; the others take it from there,
+    so that another file on their disk changes nothing.
 
     group  process group of CPU tensors that all ranks call this with, None: one rank
     """
     if group is None:
         return _found(key, num_sms)
-    message = [None]
-    if torch.distributed.get_rank(group) == 0:
-        message = [encode(_found(key, num_sms))]
+    message = [_found(key, num_sms) if torch.distributed.get_rank(group) == 0 else None]
     torch.distributed.broadcast_object_list(message, group=group, group_src=0)
-    return decode(message[0])
+    return message[0]
 
 
 def gpu_key(device: torch.device, heads, dtype: torch.dtype, page_size: int) -> CalibrationKey:
@@ -42,8 +39,8 @@ def default_costs(
     dtype: torch.dtype = torch.bfloat16,
     page_size: int = 1,
 ) -> CostModel:
-    """What a server with such layers plans with: the costs of its calibration (store.find), on a
-    CPU those of plan/costs.py's table."""
+    """Return what a server with such layers plans with: the costs of its calibration (store.find),
+    on a CPU those of plan/costs.py's table."""
     device = torch.device(device)
     if device.type != "cuda":
         return CostModel.for_gpu("cpu", heads, dtype.itemsize)

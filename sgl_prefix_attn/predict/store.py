@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-import orjson
+import msgspec
 
-from sgl_prefix_attn.predict.codec import CalibrationError, decode, encode
+from sgl_prefix_attn.predict.codec import CalibrationError, decode
 from sgl_prefix_attn.predict.derived import conservative, distance, scaled
 from sgl_prefix_attn.predict.record import Calibration, CalibrationKey
-from sgl_prefix_attn.predict.writing import writing
 
 SHIPPED = Path(__file__).with_name("shipped")
 HOW_TO_CALIBRATE = "`sgl-prefix-attn calibrate --model ...` measures this GPU"
@@ -64,28 +63,7 @@ def file_name(key: CalibrationKey, package_versions: Mapping[str, str]) -> str:
 
 def _digest(key: CalibrationKey, package_versions: Mapping[str, str]) -> str:
     content = (repr(key), sorted(package_versions.items()))
-    return hashlib.sha256(orjson.dumps(content)).hexdigest()[:8]
-
-
-def save(calibration: Calibration, path: Path) -> None:
-    """Write the file as a whole or not at all.
-
-    CalibrationError: it does not add up. OSError that names the path: it cannot be written.
-    """
-    data = encode(calibration)
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Not tempfile's: those are for their owner alone, and a server may be another user.
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            with temporary.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+    return hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:8]
 
 
 def load(path: Path, key: CalibrationKey | None = None) -> Calibration:

@@ -217,7 +217,7 @@ def test_a_disk_that_gets_full_loses_no_batch(gpu, capsys, monkeypatch):
     def append_ten(to, sample):
         with pytest.MonkeyPatch.context() as patch:
             if len(first) == 10:
-                patch.setattr(samples.orjson, "dumps", no_room)
+                patch.setattr(samples.msgspec.json, "encode", no_room)
             append(to, sample)
         first.append(sample)
 

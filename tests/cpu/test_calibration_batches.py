@@ -21,7 +21,7 @@ from sgl_prefix_attn.plan.profit import choose_packing
 from sgl_prefix_attn.plan.splits import split_jobs
 from sgl_prefix_attn.plan.tiles import tile_packs
 from sgl_prefix_attn.plan.work import ITEM_TOKENS, SHARED_CTAS, SHARED_TOKEN, TAIL_CTAS
-from sgl_prefix_attn.predict.stock_work import (
+from sgl_prefix_attn.predict.stock_time import (
     CTAS,
     KV_TILE,
     PIECE_TOKENS,

@@ -8,11 +8,11 @@ import pytest
 import torch.distributed
 import torch.multiprocessing
 
+from sgl_prefix_attn.calibrate.writing import save
 from sgl_prefix_attn.engine import build
 from sgl_prefix_attn.plan import CostModel
 from sgl_prefix_attn.plan.costs import GPU_RATES
 from sgl_prefix_attn.predict import startup, store
-from sgl_prefix_attn.predict.codec import encode
 from sgl_prefix_attn.settings import Settings
 from tests.support.calibrations import HEADS, KEY, NUM_SMS, calibration
 
@@ -20,7 +20,7 @@ from tests.support.calibrations import HEADS, KEY, NUM_SMS, calibration
 def put_in_cache(home, rates: str):
     given = replace(calibration(versions=store.versions()), rates=GPU_RATES[rates])
     folder = store.cache_folder({"XDG_CACHE_HOME": str(home)})
-    store.save(given, folder / store.file_name(KEY, store.versions()))
+    save(given, folder / store.file_name(KEY, store.versions()))
     return given
 
 
@@ -39,7 +39,7 @@ def rank(index, rendezvous, homes, results):
             "gloo", init_method=f"file://{rendezvous}", rank=index, world_size=2
         )
         group = torch.distributed.new_group([0, 1], backend="gloo")
-        results[index] = encode(startup.agreed(KEY, NUM_SMS, group))
+        results[index] = startup.agreed(KEY, NUM_SMS, group)
         torch.distributed.destroy_process_group()
 
 
@@ -56,13 +56,13 @@ def test_every_rank_gets_the_first_ones(second, tmp_path):
     with torch.multiprocessing.Manager() as manager:
         results = manager.dict()
         torch.multiprocessing.spawn(rank, (tmp_path / "meet", homes, results), nprocs=2)
-        assert dict(results) == {0: encode(wanted), 1: encode(wanted)}
+        assert dict(results) == {0: wanted, 1: wanted}
 
 
 def test_one_rank_needs_no_process_group(home, caplog):
     wanted = put_in_cache(home, "A100")
     with caplog.at_level(logging.INFO):
-        assert encode(startup.agreed(KEY, NUM_SMS)) == encode(wanted)
+        assert startup.agreed(KEY, NUM_SMS) == wanted
     (record,) = caplog.records
     assert record.levelno == logging.INFO and "measured on this machine" in record.message
 
@@ -112,4 +112,4 @@ def test_a_gpu_server_plans_with_the_calibration_of_its_group(tp_size, monkeypat
     built = build.build(runner("cuda", tp_size, "group"), HEADS, Settings())
     assert asked == [(KEY, tiles.num_sms, "group" if tp_size == 2 else None)]
     assert built.planner.costs == calibration().costs
-    assert encode(built.calibration) == encode(calibration())
+    assert built.calibration == calibration()

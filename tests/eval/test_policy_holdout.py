@@ -4,6 +4,7 @@ import hashlib
 import math
 import shlex
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import create_autospec
@@ -21,34 +22,38 @@ from eval.policy_holdout.coverage import coverage
 from eval.policy_holdout.looks import look
 from sgl_prefix_attn.calibrate import measure as meters
 from sgl_prefix_attn.calibrate.batches import draw
+from sgl_prefix_attn.calibrate.writing import save
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.plan.costs import GpuRates
-from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS, starts
+from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS
 from sgl_prefix_attn.plan.tile_defaults import gpu_tile_set
 from sgl_prefix_attn.predict import store
+from sgl_prefix_attn.predict.derived import named_starts
 from sgl_prefix_attn.predict.predictor import Predictor
 from sgl_prefix_attn.predict.record import Calibration, CalibrationKey, Origin
-from sgl_prefix_attn.predict.time_model import STOCK_COEFFICIENTS, TimeModel
+from sgl_prefix_attn.predict.stock_time import STOCK_COEFFICIENTS
 from sgl_prefix_attn.records import HeadConfig, Prediction
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.step.policy import decide
 from sgl_prefix_attn.step.preparer import StepPreparer
 
 GPU, SMS, POOL = "NVIDIA H100 80GB HBM3", 132, 20_000
+DAY = date(2026, 11, 20)
 KEY = CalibrationKey(GPU, HeadConfig(32, 8, 128), "bfloat16", 1)
 
 
 def calibration(**changes) -> Calibration:
     """Coefficients of the right size, nothing fitted; a plan's launches cost 2 us more than
     FlashInfer's."""
-    stock, (_, *prefix) = starts(STOCK_COEFFICIENTS), starts(PREFIX_COEFFICIENTS)
+    stock = named_starts(STOCK_COEFFICIENTS)
+    prefix = named_starts(PREFIX_COEFFICIENTS) | {"launch": stock["launch"] + 2}
     fields = {
         "key": KEY, "versions": store.versions(), "num_sms": SMS,
         "rates": GpuRates(bandwidth=2.9e6, mma=3e8, item=1.0, ctas=264, launch=9.0),
-        "stock": TimeModel(stock), "prefix": TimeModel((stock[0] + 2, *prefix)), "samples": 400,
+        "stock": stock, "prefix": prefix, "samples": 400,
         "errors": {"stock": 0.03, "prefix": 0.04}, "source": "measured",
-        "origin": Origin(seed=0, batches=400, pool_tokens=POOL, date="2026-11-20"),
+        "origin": Origin(seed=0, batches=400, pool_tokens=POOL, date=DAY),
     }  # fmt: skip
     return Calibration(**fields | changes)
 
@@ -78,7 +83,7 @@ class TrueMeter:
 @pytest.fixture
 def calibration_file(tmp_path):
     path = tmp_path / "calibration.json"
-    store.save(calibration(), path)
+    save(calibration(), path)
     return path
 
 
@@ -280,8 +285,7 @@ def requests_of(paths):
 def test_a_look_is_what_a_server_s_first_step_decides():
     found = calibration()
     # A launch so dear that some batches are decided without a plan.
-    dear = (18.0, *found.prefix.coefficients[1:])
-    for some in (found, replace(found, prefix=TimeModel(dear))):
+    for some in (found, replace(found, prefix=found.prefix | {"launch": 18.0})):
         predictor, planner = Predictor(some), planner_of(some)
         seen = []
         for batch in draw(7, 40, POOL):
@@ -341,8 +345,7 @@ def test_stored_measurements_are_judged_again(run, tmp_path):
 def dear_calibration(folder):
     """Another calibration: prefix kernels cost more."""
     path, found = folder / "dear.json", calibration()
-    coefficients = (50.0, *found.prefix.coefficients[1:])
-    store.save(replace(found, prefix=TimeModel(coefficients)), path)
+    save(replace(found, prefix=found.prefix | {"launch": 50.0}), path)
     return path
 
 
@@ -475,8 +478,8 @@ def test_seeds_that_are_not_held_out_are_refused(run, seeds, capsys):
 
 
 def test_the_seed_in_a_calibration_s_record_is_refused(run, calibration_file, capsys):
-    made = calibration(origin=Origin(seed=103, batches=400, pool_tokens=POOL, date="2026-11-20"))
-    store.save(made, calibration_file)
+    made = calibration(origin=Origin(seed=103, batches=400, pool_tokens=POOL, date=DAY))
+    save(made, calibration_file)
     with pytest.raises(SystemExit):
         run("--seeds", "101,103")
     assert "seed 103 is not held out" in capsys.readouterr().err
@@ -485,9 +488,9 @@ def test_the_seed_in_a_calibration_s_record_is_refused(run, calibration_file, ca
 
 def test_without_a_file_it_is_the_calibration_of_a_server(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = calibration(origin=Origin(seed=777, batches=400, pool_tokens=POOL, date="2026-11-20"))
+    found = calibration(origin=Origin(seed=777, batches=400, pool_tokens=POOL, date=DAY))
     path = store.cache_folder() / store.file_name(KEY, store.versions())
-    store.save(found, path)
+    save(found, path)
     measured = source.find(None, KEY, SMS)
     assert measured.calibration == found and measured.seed == 777
     path.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,15 +11,9 @@ from sgl_prefix_attn.calibrate import procedure
 from sgl_prefix_attn.plan import CostModel
 from sgl_prefix_attn.plan.costs import GPU_RATES
 from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS, prefix_physical
-from sgl_prefix_attn.predict.codec import FEATURES
+from sgl_prefix_attn.predict.derived import named_starts
 from sgl_prefix_attn.predict.record import Calibration, CalibrationKey, Origin
-from sgl_prefix_attn.predict.stock_work import stock_work
-from sgl_prefix_attn.predict.time_model import (
-    STOCK_COEFFICIENTS,
-    Correction,
-    TimeModel,
-    stock_physical,
-)
+from sgl_prefix_attn.predict.stock_time import STOCK_COEFFICIENTS, stock_physical, stock_work
 from sgl_prefix_attn.records import HeadConfig
 
 HEADS = HeadConfig(8, 2, 64)
@@ -26,23 +21,10 @@ KEY = CalibrationKey("NVIDIA H100 80GB HBM3", HEADS, "bfloat16", 1)
 NUM_SMS = 132
 VERSIONS = {"torch": "2.11.0", "triton": "3.6.0"}
 TASK = procedure.Task(KEY, NUM_SMS, VERSIONS, seed=0, count=60, pool_tokens=1 << 17)
-ORIGIN = Origin(seed=3, batches=100, pool_tokens=1 << 17, date="2026-11-20")
+ORIGIN = Origin(seed=3, batches=100, pool_tokens=1 << 17, date=date(2026, 11, 20))
 # Neither model's starting point.
 STOCK = (5.0, 0.3, 0.05, 1.3, 0.2, 0.8, 2.5)
 PREFIX = (6.0, 2.0, 0.02, 1.6, 0.05, 1.2, 0.3, 0.5, 1.4, 1.8)
-
-
-def model(coefficients, features: int, seed: int) -> TimeModel:
-    rng = np.random.default_rng(seed)
-    centres = 5
-    correction = Correction(
-        offset=rng.normal(size=features),
-        scale=rng.uniform(0.1, 2, features),
-        centres=rng.normal(size=(centres, features)),
-        weights=rng.normal(size=centres) / 30,
-    )
-    start = tuple(value for _, value, *_ in coefficients)
-    return TimeModel(start[:1] + tuple(v * 1.1 for v in start[1:-1]) + start[-1:], correction)
 
 
 def calibration(key=KEY, versions=VERSIONS, num_sms=NUM_SMS, source="measured") -> Calibration:
@@ -51,8 +33,8 @@ def calibration(key=KEY, versions=VERSIONS, num_sms=NUM_SMS, source="measured") 
         versions=dict(versions),
         num_sms=num_sms,
         rates=GPU_RATES["A100"],
-        stock=model(STOCK_COEFFICIENTS, FEATURES["stock"], 1),
-        prefix=model(PREFIX_COEFFICIENTS, FEATURES["prefix"], 2),
+        stock=named_starts(STOCK_COEFFICIENTS) | {"split": 0.1 / 3},
+        prefix=named_starts(PREFIX_COEFFICIENTS) | {"merge": 0.2 / 3},
         samples=100,
         errors={"stock": 0.1 / 3, "prefix": 0.05},
         origin=ORIGIN,

@@ -1,8 +1,9 @@
-"""How much work a decode step is for FlashInfer: what its time is predicted from.
+"""Microseconds per layer of FlashInfer's decode, from how much work a step is for it.
 
-FlashInfer splits long requests so that all pieces run at once, two CTAs an SM; a batch that fills
+FlashInfer splits long requests so that all pieces run at once, two CTAs per SM; a batch that fills
 the GPU with whole requests is not split, and then it matters which requests its CTAs get: they take
-the pieces of the first KV head in the batch's order, then those of the next.
+the pieces of the first KV head in the batch's order, then those of the next. The terms of its time
+are like those of a plan (plan/estimate.py).
 """
 
 from __future__ import annotations
@@ -12,20 +13,32 @@ from dataclasses import dataclass
 import numpy as np
 
 from sgl_prefix_attn.jit import cached_njit
+from sgl_prefix_attn.plan.costs import CostModel
 from sgl_prefix_attn.plan.work import run_queue
 
-CTAS = 2  # a multiprocessor
+CTAS = 2  # per multiprocessor
 SHORTEST_PIECE = 128  # KV tokens
 # KV tokens that a CTA loads at once, for heads of 128; a tile that is not full takes as long.
 KV_TILE = 128
 # What a piece costs a CTA besides its KV, in KV tokens of one head.
 PIECE_TOKENS = 100
 
+# Name, start, lowest, highest of every coefficient, in the order of stock_physical's formula.
+STOCK_COEFFICIENTS = (
+    ("launch", 7.0, 0.0, 50.0),  # us
+    ("split", 0.1, -5.0, 20.0),  # us, when requests are split and merged
+    ("piece", 0.1, 0.0, 2.0),  # us per piece
+    ("bandwidth", 1.0, 0.3, 4.0),  # of unique KV, times the cost model's
+    ("reread", 0.1, 0.0, 4.0),  # the same of KV read again, mostly from the L2 cache
+    ("chain", 1.0, 0.05, 20.0),  # token of the longest chain, times the cost model's
+    ("norm", 2.0, 1.0, 20.0),
+)
+
 
 @dataclass(frozen=True)
 class StockWork:
     """tokens: KV tokens that the batch reads; unique: each shared one counted once; longest: of
-    one request; pieces: CTAs a KV head; chain: KV tokens of one head on the busiest CTA, in whole
+    one request; pieces: CTAs per KV head; chain: KV tokens of one head on the busiest CTA, in whole
     tiles, fixed costs included."""
 
     batch_size: int
@@ -37,7 +50,7 @@ class StockWork:
 
 
 def stock_work(seq_lens: np.ndarray, unique: int, num_sms: int, num_kv_heads: int) -> StockWork:
-    """Work of a decode step with lengths seq_lens int [B] of which `unique` tokens differ."""
+    """Count the work of a step with lengths seq_lens int [B] of which `unique` tokens differ."""
     lens = seq_lens.astype(np.int64)
     pieces = _pieces(lens, max(1, CTAS * num_sms // num_kv_heads))
     cost = -(-pieces // KV_TILE) * KV_TILE + PIECE_TOKENS
@@ -51,9 +64,22 @@ def stock_work(seq_lens: np.ndarray, unique: int, num_sms: int, num_kv_heads: in
     )
 
 
+def stock_physical(c, work: StockWork, costs: CostModel) -> float:
+    """Predict microseconds per layer with coefficients c, as STOCK_COEFFICIENTS names them."""
+    launch, split, piece, bandwidth, reread, chain, norm = c
+    memory = costs.kv_token * (bandwidth * work.unique + reread * (work.tokens - work.unique))
+    busiest = chain * work.chain * costs.chain
+    return (
+        launch
+        + split * (work.pieces > work.batch_size)
+        + piece * work.pieces
+        + (memory**norm + busiest**norm) ** (1 / norm)
+    )
+
+
 @cached_njit
 def _pieces(lens, slots):
-    """float [n]: KV tokens of each piece, request after request as FlashInfer hands them out."""
+    """Return float [n]: KV tokens of each piece, request after request, as FlashInfer does."""
     high = max(lens.max(), SHORTEST_PIECE)
     low = SHORTEST_PIECE if lens.size <= slots else high  # as many requests as slots: no split
     while low < high:
