@@ -11,6 +11,12 @@ A plan is one int32 array: a header, then sections at the offsets that the heade
     MERGE    requests whose output is spread over several partial rows
 """
 
+# Part of every calibration's key. Raise it by hand with a change after which measured times no
+# longer hold: of a kernel, its tiles or its launch, of what PlanWork counts, of how a layer is
+# timed; where times move by more than the few per cent that predictions err by. A release alone is
+# no reason: whoever has measured a GPU would have to do it again.
+KERNEL_REVISION = 1  # that of version 0.1.2
+
 MAX_TILES = 8
 
 # --- header -------------------------------------------------------------------------------------

@@ -12,7 +12,13 @@ import msgspec
 from sgl_prefix_attn.calibrate.batches import Batch
 from sgl_prefix_attn.calibrate.writing import writing
 from sgl_prefix_attn.plan.costs import GpuRates
-from sgl_prefix_attn.predict.codec import CalibrationError, converted, key_of_0_1_2, parsed
+from sgl_prefix_attn.predict.codec import (
+    CalibrationError,
+    check_complete,
+    converted,
+    key_of_0_1_2,
+    parsed,
+)
 from sgl_prefix_attn.predict.record import CalibrationKey, Count, Positive
 
 FORMAT = 2
@@ -96,6 +102,7 @@ def read(path: Path) -> Samples:
         first, *others = data[:size].splitlines() or [b""]
         header = _header(first)
         task, beginning = converted(header, Task), converted(header, Beginning)
+        check_complete(header, task, beginning)
         rows = [_sample(line) for line in others]
     except (OSError, CalibrationError) as error:
         raise CalibrationError(f"{path}: {error}") from None
@@ -110,7 +117,7 @@ def drop_torn_line(path: Path, samples: Samples) -> None:
 
 def _header(line: bytes) -> dict[str, Any]:
     header = parsed(line, dict[str, Any])
-    found = header.get("format")
+    found = header.pop("format", None)
     if found == 1:
         return header | {"key": key_of_0_1_2(converted(header.get("key"), dict[str, Any]))}
     if found != FORMAT:

@@ -98,7 +98,7 @@ def calibrate(args: argparse.Namespace, console: Console) -> None:
         count=args.batches,
         pool_tokens=pool_tokens(gpu.free_bytes, key),
     )
-    path = output_file(args.out, store.cache_folder(), store.file_name(key, task.versions))
+    path = output_file(args.out, store.cache_folder(), store.file_name(key))
     samples_path = path.with_suffix(".samples.jsonl")
     try_writing(path, samples_path)
     console.print(f"{gpu.name}, {heads}, {args.dtype}, pages of {args.page_size}")

@@ -177,7 +177,7 @@ def check_calibration(facts: Facts) -> Check:
     detail = facts.calibration.removeprefix("calibration ")
     if not facts.calibration_source:
         return Check("calibration", FAIL, detail, f"reinstall {DIST}")
-    if facts.calibration_source in ("measured", "shipped"):
+    if facts.calibration_source in ("measured", "shipped") and not facts.calibration_warning:
         return Check("calibration", OK, f"32/8 heads: {detail}")
     return Check("calibration", WARN, f"32/8 heads: {detail}", CALIBRATE)
 

@@ -37,7 +37,8 @@ class Facts:
 
     `unmet`: of `versions` those that the installed SGLang does not accept, with what it requires.
     `env` has the variables of SGLang and the plugin, and CC.
-    `calibration`: what a server with 32/8 heads would find, and its source; "" without a GPU.
+    `calibration`: what a server with 32/8 heads would find, its source, and whether the server
+    would log it as a warning; "" without a GPU.
     """
 
     python: tuple[int, int]
@@ -54,13 +55,14 @@ class Facts:
     compiler: str = ""
     calibration: str = ""
     calibration_source: str = ""
+    calibration_warning: bool = False
 
 
 def gather() -> Facts:
     """Read everything. Imports torch, sglang and the patches, so it takes some seconds."""
     gpu, arch = _gpu()
     supported, plugin_error = _supported_sglang()
-    calibration, calibration_source = _calibration() if gpu else ("", "")
+    calibration, source, warning = _calibration() if gpu else ("", "", False)
     versions = {name: _version(name) for name in PACKAGES}
     return Facts(
         python=sys.version_info[:2],
@@ -76,7 +78,8 @@ def gather() -> Facts:
         arch=arch,
         compiler=_compiler(),
         calibration=calibration,
-        calibration_source=calibration_source,
+        calibration_source=source,
+        calibration_warning=warning,
     )
 
 
@@ -126,8 +129,9 @@ def _gpu() -> tuple[str, tuple[int, int] | None]:
     return torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
 
 
-def _calibration() -> tuple[str, str]:
-    """(message, source) for bfloat16 and 32/8 heads of 128; source "" says that looking failed."""
+def _calibration() -> tuple[str, str, bool]:
+    """Message, source and whether it is a warning, for bfloat16 and 32/8 heads of 128; source ""
+    says that looking failed."""
     try:
         import torch
 
@@ -137,8 +141,8 @@ def _calibration() -> tuple[str, str]:
         key = startup.gpu_key(torch.device("cuda", 0), HeadConfig(32, 8, 128), torch.bfloat16, 1)
         found = store.find(key, torch.cuda.get_device_properties(0).multi_processor_count)
     except Exception as error:
-        return f"{type(error).__name__}: {error}", ""
-    return found.message, found.calibration.source
+        return f"{type(error).__name__}: {error}", "", True
+    return found.message, found.calibration.source, found.warning
 
 
 def _supported_sglang() -> tuple[tuple[str, ...], str]:

@@ -39,10 +39,7 @@ def decode(data: bytes) -> Calibration:
     elif found != FORMAT:
         raise CalibrationError(f"format {found!r}, this version reads 2 and {FORMAT}")
     calibration = converted(fields, Calibration)
-    written = msgspec.to_builtins(calibration)
-    for name, value in fields.items():
-        if written.get(name) != value:
-            raise CalibrationError(f"{name}: fields that this version does not write")
+    check_complete(fields, calibration)
     return calibration
 
 
@@ -60,6 +57,16 @@ def converted(fields: Any, kind: type[T]) -> T:
         return msgspec.convert(fields, kind)
     except msgspec.MsgspecError as error:
         raise CalibrationError(str(error)) from None
+
+
+def check_complete(fields: dict[str, Any], *records: object) -> None:
+    """Raise CalibrationError if what the records were converted from had more fields, or fewer."""
+    written = {}
+    for record in records:
+        written |= msgspec.to_builtins(record)
+    for name, value in fields.items():
+        if written.get(name) != value:
+            raise CalibrationError(f"{name}: more or fewer fields than this version writes")
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,7 @@ def _from_format_2(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def key_of_0_1_2(key: dict[str, Any]) -> dict[str, Any]:
-    """Today's fields of a key that was written flat."""
+    """Today's fields of a key that was written flat, without a revision: that was 1."""
     heads = ("num_qo_heads", "num_kv_heads", "head_dim")
     flat = {name: value for name, value in key.items() if name not in heads}
-    return flat | {"heads": {name: key[name] for name in heads if name in key}}
+    return flat | {"heads": {name: key[name] for name in heads if name in key}, "kernels": 1}

@@ -5,12 +5,13 @@ Types and bounds are those of the files, too: predict/codec.py checks what it re
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from sgl_prefix_attn.kernels.layout import KERNEL_REVISION
 from sgl_prefix_attn.plan.costs import CostModel, GpuRates
 from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS
 from sgl_prefix_attn.predict.stock_time import STOCK_COEFFICIENTS
@@ -23,12 +24,15 @@ Positive = Annotated[int, Meta(ge=1)]
 @dataclass(frozen=True)
 class CalibrationKey:
     """What a calibration holds for: dtype is torch's name of it, heads are those of one
-    tensor-parallel rank."""
+    tensor-parallel rank, kernels is the KERNEL_REVISION that was measured."""
 
     gpu: Annotated[str, Meta(min_length=1)]
     heads: HeadConfig
     dtype: Literal["bfloat16", "float16", "float32"]
     page_size: Positive
+    # A factory: msgspec leaves a plain default out of what it writes, and takes it for what is not
+    # in a file.
+    kernels: Positive = field(default_factory=lambda: KERNEL_REVISION)
 
     @property
     def kv_bytes(self) -> int:
@@ -53,7 +57,7 @@ class Origin:
 class Calibration:
     """Rates that drive the planner, and coefficients of time models that drive the policy.
 
-    versions  name -> version of every package whose kernels were measured
+    versions  name -> version of the packages that time was spent in
     stock     coefficients of FlashInfer's time, as STOCK_COEFFICIENTS names and bounds them
     prefix    of a plan's, as PREFIX_COEFFICIENTS does
     samples   measured batches that the coefficients were fitted to, 0: of other heads or none

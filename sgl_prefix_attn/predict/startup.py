@@ -50,6 +50,6 @@ def default_costs(
 
 def _found(key: CalibrationKey, num_sms: int) -> Calibration:
     found = store.find(key, num_sms)
-    level = logging.WARNING if found.calibration.source == "conservative" else logging.INFO
+    level = logging.WARNING if found.warning else logging.INFO
     logger.log(level, "%s", found.message)
     return found.calibration

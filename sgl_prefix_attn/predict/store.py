@@ -5,15 +5,12 @@ Files are compared by what is in them; a file's name only tells where to look.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-
-import msgspec
 
 from sgl_prefix_attn.predict.codec import CalibrationError, decode
 from sgl_prefix_attn.predict.derived import conservative, distance, scaled
@@ -21,12 +18,12 @@ from sgl_prefix_attn.predict.record import Calibration, CalibrationKey
 
 SHIPPED = Path(__file__).with_name("shipped")
 HOW_TO_CALIBRATE = "`sgl-prefix-attn calibrate --model ...` measures this GPU"
-# Packages whose kernels or plans are measured.
-_PACKAGES = ("sgl-prefix-attn", "torch", "triton", "flashinfer-python", "sglang")
+# Packages whose kernels are measured, or that compile ours. Not our own: that is the key's kernels.
+_PACKAGES = ("torch", "triton", "flashinfer-python", "sglang")
 
 
 def versions() -> dict[str, str]:
-    """Version of every package that a calibration depends on; "absent" without one."""
+    """Return the version of every package that times depend on; "absent" without one."""
     found = {}
     for name in _PACKAGES:
         try:
@@ -37,8 +34,8 @@ def versions() -> dict[str, str]:
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """$XDG_CACHE_HOME or ~/.cache, then sgl_prefix_attn/calibration; None for a user without a
-    home folder."""
+    """Return $XDG_CACHE_HOME or ~/.cache, then sgl_prefix_attn/calibration; None for a user without
+    a home folder."""
     base = environ.get("XDG_CACHE_HOME")
     if not base:
         try:
@@ -48,27 +45,26 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     return Path(base) / "sgl_prefix_attn" / "calibration"
 
 
-def file_name(key: CalibrationKey, package_versions: Mapping[str, str]) -> str:
-    """Readable; its last part is a digest of all that it stands for."""
+def file_name(key: CalibrationKey) -> str:
+    """Name the file that `calibrate` writes."""
+    return f"{_stem(key)}_kernels{key.kernels}.json"
+
+
+def _stem(key: CalibrationKey) -> str:
+    """How the names of all files of these layers begin, whatever kernels they are for. Those of
+    version 0.1.2 end with a digest of versions instead of the kernels."""
+    gpu = re.sub(r"[^A-Za-z0-9.]+", "-", key.gpu).strip("-")
     heads = key.heads
-    parts = (
-        re.sub(r"[^A-Za-z0-9.]+", "-", key.gpu).strip("-"),
-        f"{heads.num_qo_heads}-{heads.num_kv_heads}-{heads.head_dim}",
-        key.dtype,
-        f"page{key.page_size}",
-        _digest(key, package_versions),
-    )
-    return "_".join(parts) + ".json"
-
-
-def _digest(key: CalibrationKey, package_versions: Mapping[str, str]) -> str:
-    content = (repr(key), sorted(package_versions.items()))
-    return hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:8]
+    shape = f"{heads.num_qo_heads}-{heads.num_kv_heads}-{heads.head_dim}"
+    return f"{gpu}_{shape}_{key.dtype}_page{key.page_size}"
 
 
 def load(path: Path, key: CalibrationKey | None = None) -> Calibration:
-    """Raises CalibrationError that names the file and why it is refused: unreadable, truncated,
-    of another format, inconsistent, or for another key than `key`."""
+    """Read a file.
+
+    Raises CalibrationError that names the file and why it is refused: unreadable, truncated, of
+    another format, inconsistent, or for another key than `key`.
+    """
     try:
         calibration = decode(path.read_bytes())
     except (OSError, CalibrationError) as error:
@@ -90,10 +86,12 @@ class Folders:
 
 @dataclass(frozen=True)
 class Found:
-    """message: one line for the log, what is used and, unless measured, how to calibrate."""
+    """message: one line for the log, what is used and what is wrong with it or was refused;
+    warning: whether there is such a thing, or nothing that was measured on this GPU."""
 
     calibration: Calibration
     message: str
+    warning: bool
 
 
 def find(
@@ -102,74 +100,96 @@ def find(
     package_versions: Mapping[str, str] | None = None,
     folders: Folders | None = None,
 ) -> Found:
-    """The best calibration that there is for `key`, by source:
+    """Find the best calibration that there is for `key`, by source:
 
-    measured      the cache file of key and versions
-    shipped       of this GPU, heads and dtype; versions and page size may differ
+    measured      a cache file of the key; of several that with the fewest other versions
+    shipped       of this GPU, heads, dtype and kernels; the page size may differ
     scaled        shipped for other heads of this GPU: its rates and coefficients, which are
-                  multipliers of the cost model or microseconds, without the corrections
-    conservative  rates by the GPU's name, coefficients of a shipped H100 or the time model's own
+                  multipliers of the cost model or microseconds
+    conservative  rates by the GPU's name, coefficients of a shipped H100 or the tables' own
 
-    Files that are refused are named in the message, and the search goes on.
+    Versions that differ from package_versions (default: those installed) are a warning. Files that
+    are refused are named in the message, and the search goes on.
     """
-    package_versions = versions() if package_versions is None else dict(package_versions)
+    here = versions() if package_versions is None else package_versions
     folders = folders or Folders.default()
     refused: list[str] = []
-    if folders.cache is not None:
-        path = folders.cache / file_name(key, package_versions)
-        measured = _measured(path, key, num_sms, package_versions, refused)
-        if measured is not None:
-            what = f"measured on this machine ({path}, {measured.origin})"
-            return Found(measured, _line(what, refused))
+    measured = _measured(folders.cache, key, num_sms, refused)
+    if measured:
+        path = min(measured, key=lambda path: _preference(path, measured[path], here))
+        found = replace(measured[path], source="measured")
+        return _found(found, f"measured on this machine ({path}, {found.origin})", here, [])
     shipped = {
-        path: calibration
-        for path in sorted(folders.shipped.glob("*.json"))
-        if (calibration := _read(path, refused)) is not None
+        path: found
+        for path, found in _read(sorted(folders.shipped.glob("*.json")), refused).items()
+        if found.key.kernels == key.kernels
     }
-    calibration, what = (
-        _shipped(key, num_sms, package_versions, shipped)
+    found, what = (
+        _shipped(key, num_sms, shipped)
         or _scaled(key, num_sms, shipped)
         or _conservative(key, num_sms, shipped)
     )
-    return Found(calibration, _line(f"{calibration.source}: {what}; {HOW_TO_CALIBRATE}", refused))
+    return _found(found, f"{found.source}: {what}", here, refused)
 
 
-def _line(what: str, refused: list[str]) -> str:
-    return "; ".join([f"calibration {what}", *(f"refused {reason}" for reason in refused)])
+def _found(found: Calibration, what: str, here: Mapping[str, str], refused: list[str]) -> Found:
+    parts = [f"calibration {what}"]
+    other = _other_versions(found, here) if found.source in ("measured", "shipped") else []
+    if other:
+        parts.append(f"measured with other versions: {', '.join(other)}")
+    if found.source != "measured" or other:
+        parts.append(HOW_TO_CALIBRATE)
+    parts += [f"refused {reason}" for reason in refused]
+    return Found(found, "; ".join(parts), bool(other or refused) or found.source == "conservative")
 
 
-def _read(path: Path, refused: list[str]) -> Calibration | None:
-    try:
-        return load(path)
-    except CalibrationError as error:
-        if not isinstance(error.__cause__, FileNotFoundError):
+def _other_versions(found: Calibration, here: Mapping[str, str]) -> list[str]:
+    there = {name: found.versions.get(name, "unknown") for name in here}
+    return [f"{name} {there[name]}, not {here[name]}" for name in here if there[name] != here[name]]
+
+
+def _preference(path: Path, found: Calibration, here: Mapping[str, str]) -> tuple:
+    """The smallest is preferred: few other versions, then the latest."""
+    return len(_other_versions(found, here)), -found.origin.date.toordinal(), path
+
+
+def _read(paths: Iterable[Path], refused: list[str]) -> dict[Path, Calibration]:
+    found = {}
+    for path in paths:
+        try:
+            found[path] = load(path)
+        except CalibrationError as error:
             refused.append(str(error))
-        return None
+    return found
 
 
-def _measured(path: Path, key, num_sms, package_versions, refused) -> Calibration | None:
-    found = _read(path, refused)
-    if found is None:
-        return None
-    why = _mismatch(found, key, num_sms, package_versions)
-    if why is not None:
-        refused.append(f"{path}: {why}")
-        return None
-    return replace(found, source="measured")
+def _measured(folder: Path | None, key, num_sms: int, refused) -> dict[Path, Calibration]:
+    """Cache files that hold for this key and GPU."""
+    files = sorted(folder.glob(f"{_stem(key)}_*.json")) if folder else []
+    usable = {}
+    for path, found in _read(files, refused).items():
+        why = _mismatch(found, key, num_sms)
+        if why is None:
+            usable[path] = found
+        else:
+            refused.append(f"{path}: {why}")
+    return usable
 
 
-def _mismatch(found: Calibration, key, num_sms: int, package_versions) -> str | None:
-    """Why a cache file is not the one its name says, or None."""
+def _mismatch(found: Calibration, key, num_sms: int) -> str | None:
+    """Say why a cache file is not of any use, or None."""
+    if found.key.kernels != key.kernels:
+        return f"it is for revision {found.key.kernels} of the kernels, these are {key.kernels}"
     if found.key != key:
         return f"it is for {found.key}"
     if found.num_sms != num_sms:
         return f"it is for {found.num_sms} multiprocessors, this GPU has {num_sms}"
-    if found.versions != package_versions:
-        return f"it is for {found.versions}"
+    if not found.samples:
+        return "nothing was measured for it"
     return None
 
 
-def _shipped(key, num_sms, package_versions, shipped) -> tuple[Calibration, str] | None:
+def _shipped(key, num_sms, shipped) -> tuple[Calibration, str] | None:
     same = {
         path: found
         for path, found in shipped.items()
@@ -182,11 +202,6 @@ def _shipped(key, num_sms, package_versions, shipped) -> tuple[Calibration, str]
     what = f"{path.name} ({found.origin})"
     if found.key.page_size != key.page_size:
         what += f", for pages of {found.key.page_size}"
-    other = sorted(
-        name for name in package_versions if found.versions.get(name) != package_versions[name]
-    )
-    if other:
-        what += f", with other versions of {', '.join(other)}"
     return replace(found, key=key, source="shipped"), what
 
 

@@ -19,7 +19,7 @@ ROOMS = {
     "cpu": {"settings"},
     "paths": {"records"},
     "plan": {"jit", "kernels", "records"},
-    "predict": {"jit", "plan", "records"},
+    "predict": {"jit", "kernels", "plan", "records"},
     "metrics": {"records"},
     "execute": {"kernels", "plan", "records"},
     "step": {"metrics", "paths", "plan", "records", "settings"},

@@ -20,7 +20,7 @@ from tests.support.calibrations import HEADS, KEY, NUM_SMS, calibration
 def put_in_cache(home, rates: str):
     given = replace(calibration(versions=store.versions()), rates=GPU_RATES[rates])
     folder = store.cache_folder({"XDG_CACHE_HOME": str(home)})
-    save(given, folder / store.file_name(KEY, store.versions()))
+    save(given, folder / store.file_name(KEY))
     return given
 
 
@@ -72,6 +72,15 @@ def test_a_conservative_calibration_is_a_warning(home, caplog):
         assert startup.agreed(KEY, NUM_SMS).source == "conservative"
     (record,) = caplog.records
     assert record.levelno == logging.WARNING and "sgl-prefix-attn calibrate" in record.message
+
+
+def test_other_versions_are_a_warning(home, caplog, monkeypatch):
+    put_in_cache(home, "A100")
+    monkeypatch.setattr(store, "versions", lambda: {"torch": "9.0"})
+    with caplog.at_level(logging.INFO):
+        assert startup.agreed(KEY, NUM_SMS).source == "measured"
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING and "not 9.0; `sgl-prefix-attn" in record.message
 
 
 def runner(device="cpu", tp_size=1, group=None):

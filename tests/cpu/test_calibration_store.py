@@ -1,7 +1,9 @@
 """Calibration files: exact, whole or refused, and found in the right order."""
 
 import os
+import shutil
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 
 import msgspec
@@ -10,7 +12,7 @@ import pytest
 
 from sgl_prefix_attn.calibrate import fit, procedure
 from sgl_prefix_attn.calibrate.writing import save
-from sgl_prefix_attn.plan.costs import GPU_RATES
+from sgl_prefix_attn.plan.costs import GPU_RATES, GpuRates
 from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS
 from sgl_prefix_attn.predict import store
 from sgl_prefix_attn.predict.codec import CalibrationError, decode, encode
@@ -34,7 +36,7 @@ def folders(tmp_path):
 
 def put_in_cache(folders, **options):
     given = calibration(**options)
-    save(given, folders.cache / file_name(given.key, given.versions))
+    save(given, folders.cache / file_name(given.key))
     return given
 
 
@@ -74,7 +76,7 @@ REFUSED = {
     "no UTF-8": (b'{"\xff": 1}', "utf-8"),
     "rate": (changed("rates.bandwidth", -1.0), "bandwidth"),
     "rate of text": (changed("rates.item", "2"), r"rates\.item"),
-    "unknown rate": (changed("rates.speed", 1.0), "rates: fields"),
+    "unknown rate": (changed("rates.speed", 1.0), "rates: more or fewer fields"),
     "coefficient null": (changed("stock.launch", None), r"\$\.stock"),
     "coefficient far out": (changed("prefix.norm", 0.0), "prefix norm"),
     "coefficient missing": (changed("prefix.merge", ...), "prefix: coefficients"),
@@ -84,6 +86,8 @@ REFUSED = {
     "dtype": (changed("key.dtype", "int8"), r"'int8' - at `\$\.key\.dtype"),
     "no gpu": (changed("key.gpu", ""), r"key\.gpu"),
     "page size": (changed("key.page_size", 0), "page_size"),
+    "kernels": (changed("key.kernels", 0), "kernels"),
+    "no kernels": (changed("key.kernels", ...), "key: more or fewer fields"),
     "num_sms": (changed("num_sms", 1.5), "num_sms"),
     "no samples": (changed("samples", 0), "no samples, but errors"),
     "samples": (changed("samples", -1), r"\$\.samples"),
@@ -157,17 +161,15 @@ def test_a_server_of_another_user_may_read_it(tmp_path):
 
 
 def test_file_names_are_readable_and_differ_in_all_that_matters():
-    name = file_name(KEY, VERSIONS)
-    assert name.startswith("NVIDIA-H100-80GB-HBM3_8-2-64_bfloat16_page1_")
+    assert file_name(KEY) == "NVIDIA-H100-80GB-HBM3_8-2-64_bfloat16_page1_kernels1.json"
     others = [
-        (replace(KEY, gpu="NVIDIA H100-80GB HBM3"), VERSIONS),
-        (replace(KEY, heads=HeadConfig(8, 4, 64)), VERSIONS),
-        (replace(KEY, dtype="float16"), VERSIONS),
-        (replace(KEY, page_size=16), VERSIONS),
-        (KEY, VERSIONS | {"torch": "2.11.1"}),
+        replace(KEY, gpu="NVIDIA H100 PCIe"),
+        replace(KEY, heads=HeadConfig(8, 4, 64)),
+        replace(KEY, dtype="float16"),
+        replace(KEY, page_size=16),
+        replace(KEY, kernels=2),
     ]
-    assert len({name, *(file_name(*other) for other in others)}) == 6
-    assert file_name(KEY, dict(reversed(VERSIONS.items()))) == name
+    assert len({file_name(key) for key in (KEY, *others)}) == 6
 
 
 def test_the_cache_folder_follows_xdg(tmp_path):
@@ -206,19 +208,100 @@ def test_the_cache_comes_first(folders):
     put_in_shipped(folders, "a.json")
     found = find(KEY, NUM_SMS, VERSIONS, folders)
     assert found.calibration == given
-    assert f"{file_name(KEY, VERSIONS)}, {ORIGIN})" in found.message
+    assert f"{file_name(KEY)}, {ORIGIN})" in found.message
     assert "measured" in found.message and "sgl-prefix-attn calibrate" not in found.message
 
 
-def test_then_a_shipped_file_of_any_versions(folders):
-    put_in_cache(folders, versions={"torch": "1"})
-    put_in_shipped(folders, "a.json", versions={"torch": "2.11.0", "triton": "3.0"})
+def test_the_version_of_this_package_is_no_part_of_what_is_compared():
+    assert set(store.versions()) == {"torch", "triton", "flashinfer-python", "sglang"}
+
+
+OTHERS = "measured with other versions: triton 3.0, not 3.6.0; `sgl-prefix-attn calibrate --model"
+
+
+def test_a_measurement_with_other_versions_is_used_with_a_warning(folders):
+    given = put_in_cache(folders, versions=VERSIONS | {"triton": "3.0", "sgl-prefix-attn": "0.1.2"})
+    put_in_shipped(folders, "a.json")
     found = find(KEY, NUM_SMS, VERSIONS, folders)
-    wanted = calibration(versions={"torch": "2.11.0", "triton": "3.0"}, source="shipped")
-    assert found.calibration == wanted
-    origin = "100 batches of seed 3 on 2026-11-20"
-    assert f"a.json ({origin}), with other versions of triton;" in found.message
+    assert (found.calibration, found.warning) == (given, True) and OTHERS in found.message
+    assert not find(KEY, NUM_SMS, VERSIONS | {"triton": "3.0"}, folders).warning
+
+
+def test_of_several_measurements_the_one_of_these_versions_then_the_latest(folders):
+    for name, versions, day in (
+        ("a", {"torch": "1"}, 3), ("b", VERSIONS, 1), ("c", VERSIONS, 2), ("d", {}, 4)
+    ):  # fmt: skip
+        origin = replace(ORIGIN, date=date(2026, 11, day))
+        given = replace(calibration(versions=versions), origin=origin)
+        save(given, folders.cache / file_name(KEY).replace("kernels1", name))
+    found = find(KEY, NUM_SMS, VERSIONS, folders)
+    assert "page1_c.json" in found.message and not found.warning
+
+
+def test_then_a_shipped_file_of_any_versions(folders):
+    put_in_shipped(folders, "a.json", versions=VERSIONS | {"triton": "3.0"})
+    found = find(KEY, NUM_SMS, VERSIONS, folders)
+    wanted = calibration(versions=VERSIONS | {"triton": "3.0"}, source="shipped")
+    assert (found.calibration, found.warning) == (wanted, True)
+    assert "a.json (100 batches of seed 3 on 2026-11-20); " + OTHERS in found.message
+
+
+def test_a_shipped_file_of_these_versions_is_no_warning(folders):
+    put_in_shipped(folders, "a.json")
+    found = find(KEY, NUM_SMS, VERSIONS, folders)
+    assert found.calibration.source == "shipped" and not found.warning
     assert "sgl-prefix-attn calibrate --model" in found.message
+
+
+FILE_OF_0_1_2 = next((Path(__file__).parents[1] / "data").glob("NVIDIA-H200_*.json"))
+KEY_OF_0_1_2 = replace(KEY, gpu="NVIDIA H200", heads=HeadConfig(32, 8, 128))
+
+
+def test_a_cache_file_of_version_0_1_2_is_used(folders):
+    """Under the name that it got there, a digest of versions at its end."""
+    shutil.copy(FILE_OF_0_1_2, folders.cache)
+    written = msgspec.json.decode(FILE_OF_0_1_2.read_bytes())
+    versions = {name: written["versions"][name] for name in store.versions()}
+    found = find(KEY_OF_0_1_2, NUM_SMS, versions, folders)
+    got = found.calibration
+    assert (got.source, got.key, found.warning) == ("measured", KEY_OF_0_1_2, False)
+    assert FILE_OF_0_1_2.name in found.message
+    assert got.stock == written["stock"]["coefficients"]
+    assert got.prefix == written["prefix"]["coefficients"]
+    assert (got.rates, got.samples) == (GpuRates(**written["rates"]), 1200)
+    assert got.errors == {}, "they were of predictions with the correction"
+    assert decode(encode(got)) == got
+    again = find(KEY_OF_0_1_2, NUM_SMS, versions | {"torch": "2.12.0"}, folders)
+    assert again.warning and "torch 2.11.0, not 2.12.0" in again.message
+
+
+def test_a_file_of_an_earlier_version_is_named_with_what_to_do(folders):
+    data = FILE_OF_0_1_2.read_bytes().replace(
+        b'"sgl-prefix-attn":"0.1.2"', b'"sgl-prefix-attn":"0"'
+    )
+    path = folders.cache / FILE_OF_0_1_2.name
+    path.write_bytes(data)
+    found = find(KEY_OF_0_1_2, NUM_SMS, VERSIONS, folders)
+    assert found.calibration.source == "conservative" and found.warning
+    assert f"refused {path}: format 2 is read of version 0.1.2 only" in found.message
+    assert "sgl-prefix-attn calibrate --model" in found.message
+
+
+def test_a_measurement_of_other_kernels_is_named_with_what_to_do(folders):
+    """When the revision was raised: neither the user's file nor the shipped one holds."""
+    put_in_cache(folders)
+    put_in_shipped(folders, "a.json")
+    found = find(replace(KEY, kernels=2), NUM_SMS, VERSIONS, folders)
+    assert found.calibration.source == "conservative" and found.warning
+    assert "it is for revision 1 of the kernels, these are 2" in found.message
+    assert "sgl-prefix-attn calibrate --model" in found.message
+
+
+def test_what_is_refused_is_not_named_where_a_measurement_is_found(folders):
+    put_in_cache(folders)
+    put_in_cache(folders, key=replace(KEY, kernels=2))
+    found = find(KEY, NUM_SMS, VERSIONS, folders)
+    assert found.calibration.source == "measured" and "; refused" not in found.message
 
 
 def test_a_shipped_file_of_the_page_size_comes_before_another(folders):
@@ -272,11 +355,11 @@ def test_gpu_names_are_compared_exactly(folders):
 def test_a_refused_cache_file_is_named_and_the_search_goes_on(folders):
     put_in_shipped(folders, "a.json")
     (folders.shipped / "b.json").write_text("{")
-    path = folders.cache / file_name(KEY, VERSIONS)
+    path = folders.cache / file_name(KEY)
     path.write_text("{}")
     found = find(KEY, NUM_SMS, VERSIONS, folders)
     assert found.calibration.source == "shipped"
-    assert f"refused {path}: format None" in found.message
+    assert f"refused {path}: format None" in found.message and found.warning
     assert f"refused {folders.shipped / 'b.json'}: Input data was truncated" in found.message
     assert "\n" not in found.message
 
@@ -285,12 +368,12 @@ def test_a_refused_cache_file_is_named_and_the_search_goes_on(folders):
     ("options", "reason"),
     [
         ({"key": OTHER_HEADS}, "num_qo_heads=32"),
-        ({"versions": {"torch": "1"}}, "'torch': '1'"),
+        ({"key": replace(KEY, gpu="NVIDIA H100-80GB HBM3")}, "gpu='NVIDIA H100-80GB HBM3'"),
         ({"num_sms": 114}, "114 multiprocessors, this GPU has 132"),
     ],
 )
 def test_a_cache_file_under_a_wrong_name_is_refused(options, reason, folders):
-    save(calibration(**options), folders.cache / file_name(KEY, VERSIONS))
+    save(calibration(**options), folders.cache / file_name(KEY))
     found = find(KEY, NUM_SMS, VERSIONS, folders)
     assert found.calibration.source == "conservative"
     assert reason in found.message

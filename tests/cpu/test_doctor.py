@@ -155,10 +155,14 @@ def test_a_wrong_cc_is_named_with_what_to_do():
     assert check.fix == "correct or unset CC"
 
 
-@pytest.mark.parametrize("source", ["scaled", "conservative"])
-def test_without_a_calibration_for_this_gpu_the_backend_works_with_a_warning(source):
-    message = f"calibration {source}: a.json"
-    checks = run_checks(replace(GOOD, calibration=message, calibration_source=source))
+@pytest.mark.parametrize(
+    ("source", "warning"),
+    [("scaled", False), ("conservative", True), ("measured", True), ("shipped", True)],
+)
+def test_without_a_calibration_for_this_gpu_the_backend_works_with_a_warning(source, warning):
+    """Or with one of other versions."""
+    found = {"calibration_source": source, "calibration_warning": warning}
+    checks = run_checks(replace(GOOD, calibration=f"calibration {source}: a.json", **found))
     (check,) = [check for check in checks if check.status == WARN]
     assert (check.name, check.detail) == ("calibration", f"32/8 heads: {source}: a.json")
     assert "sgl-prefix-attn calibrate" in check.fix and doctor.works(checks)
@@ -172,8 +176,11 @@ def test_the_calibration_of_a_gpu_is_looked_up(monkeypatch, tmp_path):
         "get_device_properties",
         lambda device: SimpleNamespace(multi_processor_count=100),
     )
-    message, source = doctor_facts._calibration()
-    assert source == "conservative" and "nothing is measured on NVIDIA X1" in message
+    message, source, warning = doctor_facts._calibration()
+    assert (source, warning) == (
+        "conservative",
+        True,
+    ) and "nothing is measured on NVIDIA X1" in message
 
 
 @pytest.mark.parametrize(("arch", "hint"), [((9, 0), True), ((8, 0), False), ((10, 0), False)])

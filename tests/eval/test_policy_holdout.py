@@ -489,7 +489,7 @@ def test_the_seed_in_a_calibration_s_record_is_refused(run, calibration_file, ca
 def test_without_a_file_it_is_the_calibration_of_a_server(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = calibration(origin=Origin(seed=777, batches=400, pool_tokens=POOL, date=DAY))
-    path = store.cache_folder() / store.file_name(KEY, store.versions())
+    path = store.cache_folder() / store.file_name(KEY)
     save(found, path)
     measured = source.find(None, KEY, SMS)
     assert measured.calibration == found and measured.seed == 777
