@@ -45,8 +45,8 @@ class Batch:
         return 1 - self.unique_tokens / self.tokens
 
     def change_since(self, size: int, tokens: int) -> str | None:
-        """What proves that another batch was drawn in its place when that had so many requests and
-        tokens; None where nothing does."""
+        """Say what proves that another batch was drawn in its place when that had so many requests
+        and tokens; None where nothing does."""
         if (self.size, self.tokens) == (size, tokens):
             return None
         return (
@@ -56,7 +56,7 @@ class Batch:
 
 
 def prefix_lens(paths: PathTable) -> np.ndarray:
-    """int64 [B]: KV tokens on each request's path."""
+    """Return int64 [B]: KV tokens on each request's path."""
     depth = np.zeros(paths.length.size + 1, np.int64)  # the last one: no path
     for node in range(paths.length.size):  # parents come first
         depth[node] = paths.length[node] + depth[paths.parent[node]]
@@ -64,7 +64,7 @@ def prefix_lens(paths: PathTable) -> np.ndarray:
 
 
 def draw(seed: int, count: int, pool_tokens: int, page_size: int = 1) -> list[Batch]:
-    """`count` batches that fit pool_tokens; every family occurs equally often.
+    """Draw `count` batches that fit pool_tokens; every family occurs equally often.
 
     Batch sizes (1 to 256) and mean lengths (64 to 64K tokens) are log-uniform, the shared share of
     a request uniform in 0 to 95 %. Nodes are multiples of page_size long, as in SGLang's tree.
@@ -116,7 +116,7 @@ def _draw_one(rng, lengths: str, sharing: str, size: int, mean: int, page_size: 
 
 
 def _lengths(rng, family: str, size: int, mean: int) -> np.ndarray:
-    """KV tokens of each request, about `mean` on average."""
+    """Draw KV tokens of each request, about `mean` on average."""
     if family == "homogeneous":
         drawn = np.full(size, mean)
     elif family == "bucketed":
@@ -135,7 +135,8 @@ def _log_uniform(rng, low: int, high: int) -> int:
 
 
 def path_table(nodes, leaf, prefix, private) -> PathTable:
-    """nodes [(parent, tokens)], leaf [B], KV tokens [B] on each request's path and of its own."""
+    """Make one from nodes [(parent, tokens)], leaf [B], and each request's KV tokens on its path
+    and of its own, both [B]."""
     columns = np.array(nodes, np.int32).reshape(-1, 2)
     return PathTable(
         parent=columns[:, 0].copy(),

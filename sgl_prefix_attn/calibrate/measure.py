@@ -24,7 +24,7 @@ _LARGEST_DIFFERENCE = 2e-2
 
 @dataclass(frozen=True)
 class Measurement:
-    """Median microseconds a layer, by CUDA-graph replay with cold L2."""
+    """Median microseconds per layer, by CUDA-graph replay with cold L2."""
 
     stock_us: float
     prefix_us: float
@@ -66,7 +66,7 @@ class BatchMeter:
         self._stock_workspace = torch.empty(_STOCK_WORKSPACE, dtype=torch.uint8, device=device)
 
     def measure(self, batch: Batch) -> Measurement:
-        """Both times of a batch. Raises RuntimeError when the results differ."""
+        """Time both kernels on a batch. Raises RuntimeError when the results differ."""
         slots, num_slots = _slots(batch.paths, self.page_size, self.device)
         layers = self._layers(num_slots)
         stock = self._stock_timer(batch, slots, layers)
@@ -78,12 +78,12 @@ class BatchMeter:
         return Measurement(*medians_us([stock, prefix]))
 
     def prefix_us(self, plan: Plan, paths: PathTable) -> float:
-        """Time of any plan over the KV of `paths`; its results are not looked at."""
+        """Time any plan over the KV of `paths`; its results are not looked at."""
         slots, num_slots = _slots(paths, self.page_size, self.device)
         return self._prefix_timer(plan, paths, slots, self._layers(num_slots)).us()
 
     def _layers(self, num_slots: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """K and V of as many layers as it takes to leave the L2 cache."""
+        """Cut K and V of as many layers from the arena as it takes to leave the L2 cache."""
         size = num_slots * self._k[0].nbytes * 2
         count = max(2, min(_MAX_LAYERS, int(_COLD_BYTES // size) + 1, len(self._k) // num_slots))
         parts = [slice(i * num_slots, (i + 1) * num_slots) for i in range(count)]
@@ -105,7 +105,7 @@ class BatchMeter:
         return LayerTimer(run, len(layers), self.device, True)
 
     def _stock_timer(self, batch: Batch, slots, layers) -> LayerTimer:
-        """FlashInfer's decode as SGLang's backend plans it: pages of one token, CUDA-graph mode."""
+        """Plan FlashInfer's decode as SGLang does: pages of one token, CUDA-graph mode."""
         import flashinfer
 
         seq_lens = torch.from_numpy(batch.paths.seq_lens.astype(np.int64))
@@ -145,12 +145,13 @@ class BatchMeter:
 
 
 def tensor_cores(heads: HeadConfig, dtype: torch.dtype) -> bool:
-    """Whether SGLang 0.5.17 lets FlashInfer decode with tensor cores (should_use_tensor_core)."""
+    """Say whether SGLang 0.5.17 lets FlashInfer decode with tensor cores, as its
+    should_use_tensor_core does."""
     return heads.group_size >= 4 and dtype in (torch.float16, torch.bfloat16)
 
 
 def _slots(paths: PathTable, page_size: int, device) -> tuple[torch.Tensor, int]:
-    """req_to_token int32 [B, longest] with pages in random order, and the slots in use."""
+    """Lay out req_to_token int32 [B, longest] with pages in random order, and count its slots."""
     private = paths.seq_lens - prefix_lens(paths)
     sizes = np.concatenate([paths.length, private]).astype(np.int64)
     pages = -(-sizes // page_size)

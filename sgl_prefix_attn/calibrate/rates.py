@@ -25,14 +25,14 @@ class Meter(Protocol):
 
 
 def min_pool(page_size: int) -> int:
-    """KV tokens, with page rounding, that the plans here need."""
+    """Return how many KV tokens, with page rounding, the plans here need."""
     return max(1 << 17, 2 * MAX_QUERIES * page_size)
 
 
 def measure_rates(
     meter: Meter, planner: Planner, num_sms: int, kv_bytes: int, pool_tokens: int, page_size: int
 ) -> GpuRates:
-    """planner must have strategy `naive`: each node is a pack of its own then.
+    """Measure with a planner of strategy `naive`: each node is a pack of its own then.
 
     Raises RuntimeError when times make no sense, as when something else runs on the GPU.
     """
@@ -78,7 +78,7 @@ def _per_us(name: str, amount: float, us: float) -> float:
 
 
 def check_plausible(rates: GpuRates, gpu: str) -> None:
-    """Raises RuntimeError with the numbers if a known GPU was far from what it sustains."""
+    """Raise RuntimeError with the numbers if a known GPU was far from what it sustains."""
     known = known_rates(gpu)
     if known is None:
         return
@@ -92,14 +92,14 @@ def check_plausible(rates: GpuRates, gpu: str) -> None:
 
 
 def unshared(requests: int, length: int) -> PathTable:
-    """Requests that share nothing."""
+    """Make requests that share nothing."""
     none = np.zeros(requests, np.int64)
     return path_table([], none - 1, none, none + length)
 
 
 def full_waves(planner: Planner, ctas: int) -> int:
-    """How many queries over one stretch of KV, half of MAX_QUERIES or more, leave the fewest of
-    `ctas` idle in the last wave of work items, else that wave is what would be timed."""
+    """Find how many queries over one stretch of KV, half of MAX_QUERIES or more, leave the fewest
+    of `ctas` idle in the last wave of work items, else that wave is what would be timed."""
 
     def busy(queries: int) -> float:
         plans = [planner.plan(nested((queries,), n, queries)) for n in _MMA_LENGTHS]
@@ -111,7 +111,7 @@ def full_waves(planner: Planner, ctas: int) -> int:
 
 
 def nested(groups: tuple[int, ...], length: int, requests: int = MAX_QUERIES) -> PathTable:
-    """Requests with a token of their own; every groups[i] neighbours share a node of `length`
+    """Make requests with a token of their own; every groups[i] neighbours share a node of `length`
     tokens below that of the groups[i - 1] around them."""
     nodes, first = [], -1
     for level, group in enumerate(groups):

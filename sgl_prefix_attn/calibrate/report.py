@@ -11,7 +11,8 @@ from sgl_prefix_attn.step.policy import BatchFacts, decide
 
 
 def lines(measured: Measured, held_out: HeldOut) -> list[str]:
-    """Errors of both models and what the policy makes of them, on batches unseen by the fit."""
+    """Tell the errors of both models and what the policy makes of them, on batches unseen by the
+    fit."""
     stock, prefix = measured.stock_us, measured.prefix_us
     prefers = policy_choice(measured, held_out)
     chosen = np.where(prefers, prefix, stock)
@@ -28,7 +29,7 @@ def lines(measured: Measured, held_out: HeldOut) -> list[str]:
 
 
 def policy_choice(measured: Measured, held_out: HeldOut) -> np.ndarray:
-    """bool [n]: whether the policy runs prefix kernels, each batch as if it were the first."""
+    """Return bool [n]: whether the policy runs prefix kernels, each batch as if the first."""
     decisions = [
         decide(BatchFacts(predicted=Prediction(*us), shares=batch.shared_share > 0))
         for batch, *us in zip(measured.batches, held_out.stock_us, held_out.prefix_us, strict=True)

@@ -1,4 +1,4 @@
-"""Time a layer: CUDA-graph replay over several KV pools, median; plain calls where that fails."""
+"""Time per layer: CUDA-graph replay over several KV pools, median; plain calls on a CPU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LayerTimer:
             self.outs = [self._run(layer) for layer in range(self.layers)]
 
     def us(self) -> float:
-        """Median microseconds a layer."""
+        """Return the median of microseconds per layer."""
         return medians_us([self])[0]
 
     def _capture(self) -> torch.cuda.CUDAGraph:
@@ -56,7 +56,7 @@ class LayerTimer:
         return graph
 
     def replay_us(self) -> float:
-        """Microseconds of all layers, once."""
+        """Replay once and return microseconds of all layers."""
         if self.device_type == "cpu":
             start = time.perf_counter()
             self.replay()
@@ -70,8 +70,8 @@ class LayerTimer:
 
 
 def medians_us(timers: Sequence[LayerTimer]) -> list[float]:
-    """Median microseconds a layer of each. Their replays take turns: the GPU's clocks, which move
-    meanwhile, are the same for all of them."""
+    """Return each timer's median of microseconds per layer. Their replays take turns: the GPU's
+    clocks, which move meanwhile, are the same for all of them."""
     for timer in [*timers, *timers]:
         timer.replay()
     turns = [
@@ -82,7 +82,7 @@ def medians_us(timers: Sequence[LayerTimer]) -> list[float]:
 
 
 def plan_us(plan: Callable[[], None], device: torch.device) -> float:
-    """Median microseconds of host time that one plan() takes to return; the device is idle."""
+    """Return the median of host microseconds until one plan() returns; the device is idle."""
 
     def once() -> float:
         if device.type == "cuda":

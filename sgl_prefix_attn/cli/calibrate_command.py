@@ -53,8 +53,8 @@ def add_parser(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0; 1 when measuring failed, 2 when it could not start or not write, 130 when
-    interrupted."""
+    """Return the exit status: 0; 1 when measuring failed, 2 when it could not start or not write,
+    130 when interrupted."""
     console = Console(soft_wrap=True, highlight=False)
     try:
         calibrate(args, console)
@@ -121,7 +121,7 @@ def calibrate(args: argparse.Namespace, console: Console) -> None:
 
 
 def find_gpu() -> Gpu:
-    """Raises Unusable without a CUDA GPU or FlashInfer."""
+    """Look at the first GPU. Raises Unusable without one, or without FlashInfer."""
     import torch
 
     if not torch.cuda.is_available():
@@ -132,7 +132,7 @@ def find_gpu() -> Gpu:
         fix = "pip install 'sgl-prefix-attn[sglang]'"
         raise Unusable(
             f"FlashInfer, which is measured too, does not import ({error}): {fix}"
-        ) from (error)
+        ) from error
     return Gpu(
         name=torch.cuda.get_device_name(0),
         num_sms=torch.cuda.get_device_properties(0).multi_processor_count,
@@ -141,7 +141,7 @@ def find_gpu() -> Gpu:
 
 
 def output_file(out: Path | None, cache_folder: Path | None, name: str) -> Path:
-    """--out, or the file that a server looks for. Raises Unusable where there is neither."""
+    """Return --out, or the file that a server looks for. Raises Unusable without either."""
     if out is not None:
         return out
     if cache_folder is None:
@@ -153,7 +153,7 @@ def output_file(out: Path | None, cache_folder: Path | None, name: str) -> Path:
 
 
 def try_writing(path: Path, samples_path: Path) -> None:
-    """Before minutes of measuring: that both files can be written. Raises Unusable."""
+    """Try, before minutes of measuring, that both files can be written. Raises Unusable."""
     if path.is_dir():
         raise Unusable(f"cannot write {path}: it is a folder, --out must name a file")
     try:
@@ -171,7 +171,8 @@ def try_writing(path: Path, samples_path: Path) -> None:
 
 
 def meter_factory(key, most_tokens: int) -> Callable:
-    """(planner, most requests) -> BatchMeter on the first GPU, for batches of up to most_tokens."""
+    """Return (planner, most requests) -> BatchMeter on the first GPU, for batches of up to
+    most_tokens."""
     import torch
 
     from sgl_prefix_attn.calibrate.measure import BatchMeter
@@ -187,7 +188,7 @@ def meter_factory(key, most_tokens: int) -> Callable:
 
 
 def pool_tokens(free_bytes: int, key) -> int:
-    """KV tokens of the largest batch; the meter holds twice as many. Raises Unusable."""
+    """Choose the KV tokens of the largest batch; the meter holds twice as many. Raises Unusable."""
     from sgl_prefix_attn.calibrate.rates import min_pool
 
     least = min_pool(key.page_size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -69,36 +68,22 @@ def check_complete(fields: dict[str, Any], *records: object) -> None:
             raise CalibrationError(f"{name}: more or fewer fields than this version writes")
 
 
-@dataclass(frozen=True)
-class _Model2:
-    coefficients: dict[str, float]
-
-
-@dataclass(frozen=True)
-class _Calibration2:
-    key: dict[str, Any]
-    versions: dict[str, str]
-    stock: _Model2
-    prefix: _Model2
-
-
 def _from_format_2(fields: dict[str, Any]) -> dict[str, Any]:
-    """Today's fields of a file of version 0.1.2. Its models had a correction, which is dropped,
-    and its errors with it; the coefficients are those that a fit gives today."""
-    old = converted(fields, _Calibration2)
-    version = old.versions.get("sgl-prefix-attn")
+    """Return today's fields of a file of version 0.1.2. Its models had a correction, which is
+    dropped, and its errors with it; the coefficients are those that a fit gives today."""
+    try:
+        version = fields["versions"]["sgl-prefix-attn"]
+        models = {name: fields[name]["coefficients"] for name in ("stock", "prefix")}
+        today = fields | models | {"key": key_of_0_1_2(fields["key"]), "errors": {}}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CalibrationError(f"no file of version 0.1.2: {error!r}") from None
     if version != "0.1.2":
         raise CalibrationError(f"format 2 is read of version 0.1.2 only, this is of {version}")
-    return fields | {
-        "key": key_of_0_1_2(old.key),
-        "stock": old.stock.coefficients,
-        "prefix": old.prefix.coefficients,
-        "errors": {},
-    }
+    return today
 
 
 def key_of_0_1_2(key: dict[str, Any]) -> dict[str, Any]:
-    """Today's fields of a key that was written flat, without a revision: that was 1."""
+    """Return today's fields of a key that was written flat, without a revision: that was 1."""
     heads = ("num_qo_heads", "num_kv_heads", "head_dim")
     flat = {name: value for name, value in key.items() if name not in heads}
     return flat | {"heads": {name: key[name] for name in heads if name in key}, "kernels": 1}

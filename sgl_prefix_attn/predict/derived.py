@@ -1,23 +1,13 @@
-"""Calibrations for what was not measured, from what was.
-
-Rates belong to a GPU; coefficients are multipliers of the cost model, or microseconds, so they
-carry over between head configurations.
-"""
+"""What to do without a calibration for a GPU, and which of several is nearest."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from sgl_prefix_attn.plan.costs import GPU_RATES, known_rates
 from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS
 from sgl_prefix_attn.predict.record import Calibration, CalibrationKey
 from sgl_prefix_attn.predict.stock_time import STOCK_COEFFICIENTS
-
-
-def scaled(found: Calibration, key: CalibrationKey) -> Calibration:
-    """Derive one for other heads of the same GPU."""
-    return replace(found, key=key, samples=0, errors={}, source="scaled")
 
 
 def conservative(key: CalibrationKey, num_sms: int, like: Calibration | None) -> Calibration:

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from sgl_prefix_attn.predict.codec import CalibrationError, decode
-from sgl_prefix_attn.predict.derived import conservative, distance, scaled
+from sgl_prefix_attn.predict.derived import conservative, distance
 from sgl_prefix_attn.predict.record import Calibration, CalibrationKey
 
 SHIPPED = Path(__file__).with_name("shipped")
@@ -119,17 +119,34 @@ def find(
         path = min(measured, key=lambda path: _preference(path, measured[path], here))
         found = replace(measured[path], source="measured")
         return _found(found, f"measured on this machine ({path}, {found.origin})", here, [])
-    shipped = {
+    shipped = _read(sorted(folders.shipped.glob("*.json")), refused)
+    return _found(*_from_shipped(shipped, key, num_sms), here, refused)
+
+
+def _from_shipped(
+    shipped: dict[Path, Calibration], key: CalibrationKey, num_sms: int
+) -> tuple[Calibration, str]:
+    """Make the best of the shipped files, and say of what."""
+    of_gpu = {
         path: found
-        for path, found in _read(sorted(folders.shipped.glob("*.json")), refused).items()
-        if found.key.kernels == key.kernels
+        for path, found in shipped.items()
+        if (found.key.gpu, found.key.kernels, found.num_sms) == (key.gpu, key.kernels, num_sms)
     }
-    found, what = (
-        _shipped(key, num_sms, shipped)
-        or _scaled(key, num_sms, shipped)
-        or _conservative(key, num_sms, shipped)
-    )
-    return _found(found, f"{found.source}: {what}", here, refused)
+    if not of_gpu:
+        of_h100 = [found for found in shipped.values() if "H100" in found.key.gpu]
+        like = min(of_h100, key=lambda found: distance(found.key, key), default=None)
+        what = f"conservative: nothing is measured on {key.gpu}"
+        return conservative(key, num_sms, like), what
+    path = min(of_gpu, key=lambda path: (distance(of_gpu[path].key, key), path))
+    found, there = of_gpu[path], of_gpu[path].key
+    what = f"{path.name} ({found.origin})"
+    if replace(there, page_size=key.page_size) == key:
+        pages = f", for pages of {there.page_size}" if there.page_size != key.page_size else ""
+        return replace(found, key=key, source="shipped"), f"shipped: {what}{pages}"
+    scaled = replace(found, key=key, samples=0, errors={}, source="scaled")
+    heads = there.heads
+    other = f"{heads.num_qo_heads}/{heads.num_kv_heads} heads of {heads.head_dim}"
+    return scaled, f"scaled: {what}, for {other}"
 
 
 def _found(found: Calibration, what: str, here: Mapping[str, str], refused: list[str]) -> Found:
@@ -149,7 +166,7 @@ def _other_versions(found: Calibration, here: Mapping[str, str]) -> list[str]:
 
 
 def _preference(path: Path, found: Calibration, here: Mapping[str, str]) -> tuple:
-    """The smallest is preferred: few other versions, then the latest."""
+    """Order files: few other versions first, then the latest."""
     return len(_other_versions(found, here)), -found.origin.date.toordinal(), path
 
 
@@ -164,7 +181,7 @@ def _read(paths: Iterable[Path], refused: list[str]) -> dict[Path, Calibration]:
 
 
 def _measured(folder: Path | None, key, num_sms: int, refused) -> dict[Path, Calibration]:
-    """Cache files that hold for this key and GPU."""
+    """Read the cache files that hold for this key and GPU."""
     files = sorted(folder.glob(f"{_stem(key)}_*.json")) if folder else []
     usable = {}
     for path, found in _read(files, refused).items():
@@ -187,43 +204,3 @@ def _mismatch(found: Calibration, key, num_sms: int) -> str | None:
     if not found.samples:
         return "nothing was measured for it"
     return None
-
-
-def _shipped(key, num_sms, shipped) -> tuple[Calibration, str] | None:
-    same = {
-        path: found
-        for path, found in shipped.items()
-        if replace(found.key, page_size=key.page_size) == key and found.num_sms == num_sms
-    }
-    if not same:
-        return None
-    path = min(same, key=lambda path: (distance(same[path].key, key), path))
-    found = same[path]
-    what = f"{path.name} ({found.origin})"
-    if found.key.page_size != key.page_size:
-        what += f", for pages of {found.key.page_size}"
-    return replace(found, key=key, source="shipped"), what
-
-
-def _scaled(key, num_sms, shipped) -> tuple[Calibration, str] | None:
-    same_gpu = {
-        path: found
-        for path, found in shipped.items()
-        if found.key.gpu == key.gpu and found.num_sms == num_sms
-    }
-    if not same_gpu:
-        return None
-    path = min(same_gpu, key=lambda path: (distance(same_gpu[path].key, key), path))
-    found = same_gpu[path]
-    heads = found.key.heads
-    what = (
-        f"{path.name} ({found.origin}), for {heads.num_qo_heads}/{heads.num_kv_heads} heads of "
-        f"{heads.head_dim}"
-    )
-    return scaled(found, key), what
-
-
-def _conservative(key, num_sms, shipped) -> tuple[Calibration, str]:
-    of_h100 = [found for found in shipped.values() if "H100" in found.key.gpu]
-    like = min(of_h100, key=lambda found: distance(found.key, key), default=None)
-    return conservative(key, num_sms, like), f"nothing is measured on {key.gpu}"

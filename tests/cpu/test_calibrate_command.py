@@ -72,7 +72,7 @@ def test_heads_that_cannot_be_divided(heads, tp):
 
 def test_pool_of_a_large_a_small_and_a_full_gpu():
     key = CalibrationKey("X", HeadConfig(32, 8, 128), "bfloat16", 1)
-    two_pools = 2 * 4096  # bytes a token
+    two_pools = 2 * 4096  # bytes per token
     assert command.pool_tokens(80 << 30, key) == command.POOL_TOKENS
     free = int(333_000 * two_pools / 0.4)
     assert command.pool_tokens(free, key) == 300_000
