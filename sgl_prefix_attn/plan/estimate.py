@@ -16,13 +16,14 @@ from sgl_prefix_attn.records import PlanWork
 PREFIX_COEFFICIENTS = (
     ("launch", 7.0, 0.0, 50.0),
     ("merge", 0.5, 0.0, 20.0),  # us, when there are partial results
-    ("item", 0.002, 0.0, 1.0),  # us a work item and KV head
+    ("item", 0.002, 0.0, 1.0),  # us per work item and KV head
     ("partial", 1.4, 0.0, 10.0),
-    ("part", 0.09, 0.0, 2.0),  # us a partial result of one request: merge takes them in turn
+    ("part", 0.09, 0.0, 2.0),  # us per partial result of one request: merge takes them in turn
     ("bandwidth", 0.8, 0.3, 4.0),
     ("reread", 0.15, 0.0, 4.0),
     ("mma", 0.3, 0.0, 4.0),
     ("chain", 1.9, 0.05, 20.0),
+    ("both", 0.0, 0.0, 2.0),  # of the shorter chain: tails and shared tiles get in each other's way
     ("norm", 1.1, 1.0, 20.0),
 )
 
@@ -42,13 +43,15 @@ def estimated_us(work: PlanWork, costs: CostModel) -> float:
 
 def prefix_physical(c, work: PlanWork, costs: CostModel) -> float:
     """Evaluate the formula with coefficients c, as PREFIX_COEFFICIENTS names them."""
-    launch, merge, item, partial, part, bandwidth, reread, mma, chain, norm = c
+    launch, merge, item, partial, part, bandwidth, reread, mma, chain, both, norm = c
     busy = (
         costs.kv_token * bandwidth * (work.tail_tokens + work.shared_tokens)
         + costs.kv_token * reread * work.reread_tokens
         + costs.mma_row * mma * work.shared_rows
     )
-    busiest = chain * costs.chain * max(work.tail_chain, work.shared_chain)
+    longer = max(work.tail_chain, work.shared_chain)
+    shorter = min(work.tail_chain, work.shared_chain)
+    busiest = chain * costs.chain * (longer + both * shorter)
     return (
         launch
         + merge * (work.partials > 0)

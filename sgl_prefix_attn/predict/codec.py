@@ -70,10 +70,13 @@ def check_complete(fields: dict[str, Any], *records: object) -> None:
 
 def _from_format_2(fields: dict[str, Any]) -> dict[str, Any]:
     """Return today's fields of a file of version 0.1.2. Its models had a correction, which is
-    dropped, and its errors with it; the coefficients are those that a fit gives today."""
+    dropped, and its errors with it; the other coefficients
+    stay, and what 0.1.2 did not know counts nothing."""
     try:
         version = fields["versions"]["sgl-prefix-attn"]
-        models = {name: fields[name]["coefficients"] for name in ("stock", "prefix")}
+        stock, prefix = (dict(fields[name]["coefficients"]) for name in ("stock", "prefix"))
+        norm = prefix.pop("norm")
+        models = {"stock": stock, "prefix": prefix | {"both": 0.0, "norm": norm}}
         today = fields | models | {"key": key_of_0_1_2(fields["key"]), "errors": {}}
     except (KeyError, TypeError, AttributeError) as error:
         raise CalibrationError(f"no file of version 0.1.2: {error!r}") from None

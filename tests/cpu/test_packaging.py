@@ -94,6 +94,19 @@ def test_a_bare_checkout_needs_only_pythonpath(tmp_path):
     run_python(code, "-S", cwd=tmp_path)
 
 
+def test_a_server_started_from_the_checkout_finds_the_package_named_kernels(tmp_path):
+    """SGLang imports Hugging Face's `kernels`; the folder of that name here must not be it."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("installed = True\n")
+    code = (
+        f"import sys; sys.path.append({str(tmp_path)!r})\n"
+        "assert sys.path[0] == ''\n"
+        "import kernels, sgl_prefix_attn.kernels.layout\n"
+        "assert kernels.installed\n"
+    )
+    run_python(code, cwd=ROOT)
+
+
 @pytest.mark.parametrize("module", ["sgl_prefix_attn", "sgl_prefix_attn.plugin.entry_point"])
 def test_import_pulls_in_neither_sglang_nor_cuda(module, tmp_path):
     code = (

@@ -24,7 +24,7 @@ TASK = procedure.Task(KEY, NUM_SMS, VERSIONS, seed=0, count=60, pool_tokens=1 <<
 ORIGIN = Origin(seed=3, batches=100, pool_tokens=1 << 17, date=date(2026, 11, 20))
 # Neither model's starting point.
 STOCK = (5.0, 0.3, 0.05, 1.3, 0.2, 0.8, 2.5)
-PREFIX = (6.0, 2.0, 0.02, 1.6, 0.05, 1.2, 0.3, 0.5, 1.4, 1.8)
+PREFIX = (6.0, 2.0, 0.02, 1.6, 0.05, 1.2, 0.3, 0.5, 1.4, 0.25, 1.8)
 
 
 def calibration(key=KEY, versions=VERSIONS, num_sms=NUM_SMS, source="measured") -> Calibration:
