@@ -32,10 +32,10 @@ class Target:
 class Report:
     """What the compiler made of a tile.
 
-    registers         a thread
+    registers         per thread
     spilled           bytes of registers stored to local memory anywhere
     loop_spills       instructions of the KV loops that go to local memory, which every KV block
-                      pays; the rest is paid once a work item
+                      pays; the rest is paid once per work item
     smem              bytes of shared memory
     tiles_in_flight   K and V tiles that the software pipeline of one CTA has under way at once
     wgmma             whether Hopper's warp-group MMA is used
@@ -52,7 +52,7 @@ class Report:
 def compile_all(
     tiles: list[TileConfig], target: Target, jobs: int | None = None
 ) -> dict[TileConfig, Report | str]:
-    """Report of every tile, or the compiler's error, over `jobs` processes (default: all CPUs)."""
+    """Report on every tile, or give the compiler's error; `jobs` processes (default: all CPUs)."""
     jobs = min(jobs or os.cpu_count() or 1, len(tiles))
     if not tiles:
         return {}
@@ -62,7 +62,7 @@ def compile_all(
 
 
 def _compiled_kernels() -> None:
-    """The interpreter's kernels cannot be compiled; they replace the real ones at import."""
+    """Import real kernels: the interpreter's replace them and cannot be compiled."""
     os.environ.pop("TRITON_INTERPRET", None)
 
 
@@ -133,7 +133,7 @@ def _type(name: str, target: Target) -> str:
 
 
 def _assemble(ptx: str, triton_home: Path) -> tuple[int, int, str]:
-    """(registers a thread, bytes of spill stores, machine code), from Triton's own assembler."""
+    """Return registers per thread, bytes of spill stores and machine code, from Triton's tools."""
     arch = re.search(r"\.target (sm_\w+)", ptx)[1]
     tools = triton_home / "backends/nvidia/bin"
     with tempfile.TemporaryDirectory() as folder:
@@ -152,8 +152,8 @@ def _output(*command) -> str:
 
 
 def loop_spills(sass: str) -> int:
-    """Loads and stores of local memory in the innermost loops of a disassembly. A branch to itself,
-    behind the end of every kernel, is no loop."""
+    """Count loads and stores of local memory in the innermost loops of a disassembly. A branch to
+    itself, behind the end of every kernel, is no loop."""
     code = [
         (int(address, 16), text)
         for address, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)
@@ -172,9 +172,9 @@ def loop_spills(sass: str) -> int:
 
 
 def _tiles_in_flight(ttgir: str, wgmma: bool) -> int:
-    """Buffers that the pipeline keeps for K and V: [buffers, rows, columns] of the model's dtype.
-    wgmma reads its tile from one of them; other MMAs copy it to registers first. Without a pipeline
-    a tile at a time is loaded."""
+    """Count the buffers that the pipeline keeps for K and V: [buffers, rows, columns] of the
+    model's dtype. wgmma reads its tile from one of them; other MMAs copy it to registers first.
+    Without a pipeline one tile at a time is loaded."""
     buffers = re.findall(
         r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x(?:bf16|f16|f32)", ttgir
     )

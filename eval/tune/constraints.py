@@ -5,8 +5,8 @@
     3 MMA                           lower bounds on m and n, powers of two
 
 t, the tiles that one CTA loads at once, is 1 in the paper; a deeper pipeline has more under way.
-Spills exclude a tile where its KV loop pays for them; those around the loop cost a work item some
-cycles once, and a cap on registers may be worth them: they are shown, and measuring decides.
+Spills exclude a tile where its KV loop pays for them; those around the loop cost each work item
+some cycles once, and a cap on registers may be worth them: they are shown, and measuring decides.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Verdict:
 
 
 def before_compiling(tile: TileConfig, heads: HeadConfig, gpu: GpuLimits) -> list[tuple[str, str]]:
-    """What rules a tile out whatever the compiler does."""
+    """List what rules a tile out whatever the compiler does."""
     found = []
     for name, size in (("m", tile.block_m), ("n", tile.block_n)):
         if size < MMA_MINIMUM or size & (size - 1):
@@ -54,7 +54,7 @@ def before_compiling(tile: TileConfig, heads: HeadConfig, gpu: GpuLimits) -> lis
         found.append(
             (
                 "1 registers",
-                f"accumulator alone {accumulator:.0f} a thread, limit {gpu.registers_per_thread}",
+                f"accumulator alone {accumulator:.0f} per thread, limit {gpu.registers_per_thread}",
             )
         )
     return found
@@ -63,7 +63,7 @@ def before_compiling(tile: TileConfig, heads: HeadConfig, gpu: GpuLimits) -> lis
 def judge(
     tile: TileConfig, report: Report | str, heads: HeadConfig, gpu: GpuLimits, dtype: str
 ) -> Verdict:
-    """Verdict on a compiled tile."""
+    """Judge a compiled tile."""
     if isinstance(report, str):
         return Verdict(tile, None, [("compiler", report)])
     found = []
@@ -76,7 +76,7 @@ def judge(
         found.append(
             (
                 "1 registers",
-                f"{report.registers} a thread (limit "
+                f"{report.registers} per thread (limit "
                 f"{tile.max_regs or gpu.registers_per_thread}) and {report.spilled} B spilled, "
                 f"{report.loop_spills} times in the KV loop",
             )
@@ -84,7 +84,7 @@ def judge(
     ctas = gpu.resident_ctas(report.registers, tile.num_warps, report.smem)
     if ctas == 0 and not found:
         need = gpu.registers_of(report.registers, tile.num_warps)
-        found.append(("1 registers", f"{need} a CTA, {gpu.registers} an SM"))
+        found.append(("1 registers", f"{need} per CTA, {gpu.registers} per SM"))
     tile_bytes = tile.block_n * heads.head_dim * DTYPE_BYTES[dtype]
     in_flight = gpu.num_sms * ctas * report.tiles_in_flight * tile_bytes
     if ctas and in_flight < gpu.bytes_in_flight:
@@ -92,7 +92,7 @@ def judge(
         found.append(
             (
                 "2 bytes in flight",
-                f"n={tile.block_n}, needs n >= {least} at {ctas} CTAs an SM and "
+                f"n={tile.block_n}, needs n >= {least} at {ctas} CTAs per SM and "
                 f"{report.tiles_in_flight} tiles each",
             )
         )

@@ -12,7 +12,7 @@ class GpuLimits:
     arch           compute capability * 10, the compiler's target
     smem_per_sm    shared memory of a multiprocessor, of which every CTA takes smem_reserved more
     smem_per_cta   the most that one CTA may ask for
-    registers      32-bit registers of a multiprocessor, given out in units of register_unit a warp
+    registers      32-bit registers of a multiprocessor, per warp in units of register_unit
     """
 
     name: str
@@ -35,12 +35,12 @@ class GpuLimits:
         return self.latency_ns * self.bandwidth
 
     def registers_of(self, registers_per_thread: int, num_warps: int) -> int:
-        """Registers that a CTA occupies."""
+        """Return how many registers a CTA occupies."""
         per_warp = 32 * registers_per_thread
         return num_warps * -(-per_warp // self.register_unit) * self.register_unit
 
     def resident_ctas(self, registers_per_thread: int, num_warps: int, smem: int) -> int:
-        """CTAs that fit a multiprocessor at once (PAT's C)."""
+        """Return how many CTAs fit a multiprocessor at once (PAT's C)."""
         return min(
             self.registers // self.registers_of(max(registers_per_thread, 1), num_warps),
             self.smem_per_sm // (smem + self.smem_reserved),

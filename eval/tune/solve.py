@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
-from unittest.mock import patch
+from itertools import product
 
 from eval.tune.compiling import Target, compile_all
 from eval.tune.constraints import Verdict, before_compiling, judge
 from eval.tune.gpus import GpuLimits
-from sgl_prefix_attn.plan import tile_defaults
+from sgl_prefix_attn.plan.tile_defaults import gpu_tile_set
 from sgl_prefix_attn.plan.tiles import TileConfig
 from sgl_prefix_attn.records import HeadConfig
 
@@ -23,9 +22,6 @@ STAGES = (1, 2, 3, 4, 5)
 class Solution:
     """Verdicts in the order of the space; defaults are what the tuning table picks for the GPU."""
 
-    gpu: GpuLimits
-    heads: HeadConfig
-    dtype: str
     verdicts: list[Verdict]
     defaults: frozenset[TileConfig]
 
@@ -38,7 +34,7 @@ def solve(
     jobs: int | None = None,
 ) -> Solution:
     """Judge `tiles` (default: the whole space and the GPU's defaults)."""
-    defaults = [shape(tile) for tile in default_tiles(gpu, heads)]
+    defaults = default_tiles(gpu, heads)
     if tiles is None:
         tiles = list(dict.fromkeys([*space(defaults), *defaults]))
     ruled_out = {tile: before_compiling(tile, heads, gpu) for tile in tiles}
@@ -50,28 +46,23 @@ def solve(
         else Verdict(tile, None, ruled_out[tile])
         for tile in tiles
     ]
-    return Solution(gpu, heads, dtype, verdicts, frozenset(defaults))
+    return Solution(verdicts, frozenset(defaults))
 
 
 def space(defaults: list[TileConfig]) -> list[TileConfig]:
-    """All shared configurations, and for tails those of the defaults' requests and block_m: more
-    rows than one group needs would only be padding."""
+    """Return all shared configurations, and for tails those of the defaults' requests and block_m:
+    more rows than one group needs would only be padding."""
     tails = {(tile.requests, tile.block_m) for tile in defaults if tile.requests}
     kinds = [(0, m) for m in BLOCK_M] + sorted(tails)
     return [
         shape(TileConfig(m, n, num_warps=warps, num_stages=stages, requests=requests))
-        for requests, m in kinds
-        for n in BLOCK_N
-        for warps in WARPS
-        for stages in STAGES
+        for (requests, m), n, warps, stages in product(kinds, BLOCK_N, WARPS, STAGES)
     ]
 
 
-def default_tiles(gpu: GpuLimits, heads: HeadConfig) -> tuple[TileConfig, ...]:
-    """Tiles that the tuning table picks; the GPU that it asks for its size need not be there."""
-    properties = SimpleNamespace(multi_processor_count=gpu.num_sms)
-    with patch("torch.cuda.get_device_properties", lambda device: properties):
-        return tile_defaults.default_tile_set("cuda", heads).tiles
+def default_tiles(gpu: GpuLimits, heads: HeadConfig) -> list[TileConfig]:
+    """Return the tiles that the tuning table picks."""
+    return [shape(tile) for tile in gpu_tile_set(gpu.num_sms, heads).tiles]
 
 
 def kernel_name(tile: TileConfig) -> str:
@@ -81,5 +72,5 @@ def kernel_name(tile: TileConfig) -> str:
 
 
 def shape(tile: TileConfig) -> TileConfig:
-    """The tile without what does not change the compiled kernel."""
+    """Return the tile without what does not change the compiled kernel."""
     return replace(tile, fill=TileConfig.fill)

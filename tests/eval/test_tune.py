@@ -1,13 +1,15 @@
 """The offline tile solver: constraints on hand-made reports, and the defaults really compiled."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import triton
 
+from eval import provenance
+from eval.tune import __main__ as command
 from eval.tune import constraints, solve
-from eval.tune.__main__ import main
 from eval.tune.compiling import Report, Target, compile_all, loop_spills
 from eval.tune.gpus import GPUS
 from sgl_prefix_attn.plan.tiles import TileConfig
@@ -16,6 +18,8 @@ from sgl_prefix_attn.records import HeadConfig
 HEADS = HeadConfig(32, 8, 128)
 H100 = GPUS["H100"]
 GOOD = Report(registers=168, spilled=0, loop_spills=0, smem=40_000, tiles_in_flight=2, wgmma=False)
+
+ONE_CTA = {"smem": 200_000, "tiles_in_flight": 1}  # an SM, with one tile at a time
 
 PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 needs_compiler = pytest.mark.skipif(
@@ -40,23 +44,26 @@ def test_a_good_tile_is_feasible():
     assert verdict.in_flight == 132 * 3 * 2 * 64 * 128 * 2
 
 
-def test_shared_memory_is_bounded_and_the_excess_is_named():
-    verdict = judged(smem=H100.smem_per_cta + 8)
-    assert names(verdict.violations) == ["1 shared memory"]
-    assert "8 B over" in verdict.violations[0][1]
-    assert judged(smem=H100.smem_per_cta).feasible
-
-
-def test_a_smaller_gpu_excludes_what_a_larger_one_runs():
-    assert judged(smem=200_000).feasible
-    assert names(judged(smem=200_000, gpu=GPUS["A100"]).violations) == ["1 shared memory"]
-
-
-def test_spills_in_the_kv_loop_are_excluded():
-    verdict = judged(registers=255, spilled=64, loop_spills=3)
-    assert names(verdict.violations) == ["1 registers"]
-    assert "64 B spilled, 3 times" in verdict.violations[0][1]
-    assert judged(registers=168, spilled=40, loop_spills=0).feasible
+@pytest.mark.parametrize(
+    ("changes", "constraint", "why"),
+    [
+        ({"smem": H100.smem_per_cta + 8}, "1 shared memory", "8 B over"),
+        ({"smem": H100.smem_per_cta}, None, ""),
+        ({"smem": 200_000}, None, ""),
+        ({"smem": 200_000, "gpu": GPUS["A100"]}, "1 shared memory", "B over"),
+        ({"registers": 255, "spilled": 64, "loop_spills": 3}, "1 registers", "64 B spilled, 3 t"),
+        ({"registers": 168, "spilled": 40, "loop_spills": 0}, None, ""),
+        # more registers than an SM has
+        ({"tile": TileConfig(128, 64, num_warps=16), "registers": 200}, "1 registers", "per CTA"),
+        # L * B / (S * C * t * h * b) = 914550 / (132 * 1 * 1 * 128 * 2)
+        (ONE_CTA | {"tile": TileConfig(16, 16, num_warps=4)}, "2 bytes in flight", "n >= 28"),
+        (ONE_CTA | {"tile": TileConfig(16, 32, num_warps=4)}, None, ""),
+    ],
+)
+def test_constraints_on_a_report(changes, constraint, why):
+    verdict = judged(**changes)
+    assert names(verdict.violations) == [constraint] * (constraint is not None)
+    assert verdict.feasible or why in verdict.violations[0][1]
 
 
 def test_spills_are_counted_in_innermost_loops_alone():
@@ -75,30 +82,13 @@ def test_spills_are_counted_in_innermost_loops_alone():
     assert loop_spills(sass) == 2
 
 
-def test_more_registers_than_an_sm_has_are_excluded():
-    tile = TileConfig(128, 64, num_warps=16)
-    assert names(judged(tile, registers=200).violations) == ["1 registers"]
-
-
-def test_bytes_in_flight_bound_n_from_below():
-    tile = TileConfig(16, 16, num_warps=4)
-    verdict = judged(tile, smem=200_000, tiles_in_flight=1)  # one CTA an SM, 4 KiB each
-    assert names(verdict.violations) == ["2 bytes in flight"]
-    # L * B / (S * C * t * h * b) = 914550 / (132 * 1 * 1 * 128 * 2)
-    assert "n >= 28" in verdict.violations[0][1]
-    assert judged(TileConfig(16, 32, num_warps=4), smem=200_000, tiles_in_flight=1).feasible
-
-
 @pytest.mark.parametrize(
     ("tile", "reason"),
     [
-        (TileConfig(8, 64), "m=8"),
-        (TileConfig(16, 8), "n=8"),
-        (TileConfig(24, 64), "m=24"),
-        (TileConfig(16, 64, requests=8), "32 rows"),
-        (TileConfig(64, 16, requests=32), "n=16"),
+        (TileConfig(8, 64), "m=8"), (TileConfig(16, 8), "n=8"), (TileConfig(24, 64), "m=24"),
+        (TileConfig(16, 64, requests=8), "32 rows"), (TileConfig(64, 16, requests=32), "n=16"),
     ],
-)
+)  # fmt: skip
 def test_mma_bounds_m_and_n_from_below(tile, reason):
     found = constraints.before_compiling(tile, HeadConfig(8, 2, 128), H100)
     assert "3 MMA" in names(found) and any(reason in why for _, why in found)
@@ -106,7 +96,7 @@ def test_mma_bounds_m_and_n_from_below(tile, reason):
 
 def test_an_accumulator_larger_than_the_registers_is_not_compiled():
     found = constraints.before_compiling(TileConfig(128, 64, num_warps=1), HEADS, H100)
-    assert names(found) == ["1 registers"] and "512 a thread" in found[0][1]
+    assert names(found) == ["1 registers"] and "512 per thread" in found[0][1]
     assert not constraints.before_compiling(TileConfig(128, 64, num_warps=4), HEADS, H100)
 
 
@@ -124,7 +114,7 @@ def test_the_space_holds_the_defaults_of_tails():
 
 @needs_compiler
 def test_the_defaults_are_feasible_on_an_h100():
-    tiles = [solve.shape(tile) for tile in solve.default_tiles(H100, HEADS)]
+    tiles = solve.default_tiles(H100, HEADS)
     assert len(set(tiles)) == len(tiles)
     solution = solve.solve(H100, HEADS, "bf16", tiles)
     assert {v.tile for v in solution.verdicts} == solution.defaults
@@ -134,10 +124,18 @@ def test_the_defaults_are_feasible_on_an_h100():
         assert 32 < verdict.report.registers <= (verdict.tile.max_regs or 255)
 
 
-def test_an_unknown_architecture_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        main(["solve", "--arch", "75"])
-    assert "known are [80, 90]" in capsys.readouterr().err
+def test_the_command_prints_and_writes_one_table(monkeypatch, tmp_path, capsys):
+    """A default that is not feasible is named, and is exit status 1."""
+    tile = TileConfig(16, 64, num_warps=4, num_stages=3)
+    verdicts = [judged(tile), judged(replace(tile, block_n=32), loop_spills=3)]
+    solved = solve.Solution(verdicts, frozenset(v.tile for v in verdicts))
+    monkeypatch.setattr(command, "solve", lambda *_, **__: solved)
+    assert command.main(["solve", "--json", str(tmp_path / "tiles.json")]) == 1
+    printed = capsys.readouterr().out
+    assert "1 of 2 configurations" in printed and "a default: shared 16 32 4 3" in printed
+    rows = provenance.load(tmp_path / "tiles.json")["rows"]
+    assert [row["feasible"] for row in rows] == [True, False]
+    assert rows[1]["excluded_by"].startswith("1 registers: ")
 
 
 @needs_compiler
