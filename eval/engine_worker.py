@@ -2,7 +2,7 @@
 
     python -m eval.engine_worker CONFIG.json
 
-Reads one JSON command a line from stdin and answers each with one marked JSON line on stdout.
+Reads one JSON command per line from stdin and answers each with one marked JSON line on stdout.
 """
 
 from __future__ import annotations
@@ -41,58 +41,44 @@ def main(path: str) -> None:
 
 
 def loaded_plugins() -> list[str]:
-    """Names of the SGLang plugins whose module this process imported."""
+    """Return names of the SGLang plugins whose module this process imported."""
     points = entry_points(group="sglang.srt.plugins")
     return sorted({point.name for point in points if point.module in sys.modules})
 
 
 def _time_batch(engine, ids: list[list[int]], new_tokens: int) -> dict:
-    """Seconds for a greedy batch that arrives at once."""
+    """Time a greedy batch that arrives at once, in seconds."""
     sampling = {"max_new_tokens": new_tokens, "ignore_eos": True, "temperature": 0}
     start = time.perf_counter()
     engine.generate(input_ids=ids, sampling_params=sampling)
     return {"seconds": time.perf_counter() - start}
 
 
-def _outputs(engine, requests: list[dict]) -> dict:
-    """Greedy tokens of each request with the two best log-probabilities of every step.
+def _generate(engine, requests: list[dict]) -> dict:
+    """Answer greedy requests with ids and new_tokens; nothing is returned.
 
-    A request has ids, new_tokens and perhaps after = [other request, its token count]: it is sent
-    when the other one has that many tokens, so that every backend sees the same joins.
+    The first one's prompt is in the radix tree before the others are sent.
     """
-    outputs = engine.loop.run_until_complete(_all(engine, requests))
+    engine.loop.run_until_complete(_all_after_the_first(engine, requests))
     engine.flush_cache()  # the next scenario starts with an empty tree
-    return {"outputs": outputs}
+    return {}
 
 
-async def _all(engine, requests: list[dict]) -> list[dict]:
-    events: dict[tuple[int, int], asyncio.Event] = {
-        tuple(request["after"]): asyncio.Event() for request in requests if request.get("after")
-    }
-    return await asyncio.gather(
-        *(_one(engine, i, request, events) for i, request in enumerate(requests))
-    )
+async def _all_after_the_first(engine, requests: list[dict]) -> None:
+    prefilled = asyncio.Event()
 
+    async def one(request: dict, is_first: bool) -> None:
+        if not is_first:
+            await prefilled.wait()
+        async for _ in engine.tokenizer_manager.generate_request(_greedy(request), None):
+            prefilled.set()
 
-async def _one(engine, index: int, request: dict, events: dict) -> dict:
-    if request.get("after"):
-        await events[tuple(request["after"])].wait()
-    sent = _greedy(request, return_logprob=True, top_logprobs_num=2)
-    chunk = {}
-    async for chunk in engine.tokenizer_manager.generate_request(sent, None):
-        for (other, count), event in events.items():
-            if other == index and len(chunk["output_ids"]) >= count:
-                event.set()
-    top = chunk["meta_info"]["output_top_logprobs"]
-    return {
-        "tokens": list(chunk["output_ids"]),
-        "top": [[(token, logprob) for logprob, token, _ in step] for step in top],
-    }
+    await asyncio.gather(*(one(request, i == 0) for i, request in enumerate(requests)))
 
 
 def _replay(engine, path: str) -> dict:
-    """Times of the requests of a JSON file, each sent at its own time, from an empty cache. They
-    stand in order of arrival.
+    """Time the requests of a JSON file, each sent at its own time, from an empty cache. They stand
+    in order of arrival.
 
     A request has at, ids and new_tokens; its answer sent, first and last (token; None without
     one), tokens, cached (prompt tokens found in the radix cache), and error or None. All times in
@@ -128,8 +114,8 @@ async def _timed(engine, sent, start: float) -> dict:
     return times | {"tokens": tokens, "cached": cached, "error": error}
 
 
-def _greedy(request: dict, **options):
-    """A streamed request for exactly new_tokens tokens."""
+def _greedy(request: dict):
+    """Make a streamed request for exactly new_tokens tokens."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     return GenerateReqInput(
@@ -140,11 +126,10 @@ def _greedy(request: dict, **options):
             "temperature": 0,
         },
         stream=True,
-        **options,
     )
 
 
-_OPS = {"time_batch": _time_batch, "outputs": _outputs, "replay": _replay}
+_OPS = {"time_batch": _time_batch, "generate": _generate, "replay": _replay}
 
 
 def _answer(value: dict) -> None:

@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from eval.model_shapes import LLAMA, SHAPES
+
 _SPECIAL = ("<pad>", "<s>", "</s>")
 _CORPUS = (
     "You are a helpful assistant with tools. Answer the question with the result of each call.",
@@ -22,48 +24,19 @@ _CORPUS = (
 )
 
 
-def write_tiny_llama(
-    path: str | Path,
-    *,
-    seed: int = 1234,
-    layers: int = 2,
-    hidden: int = 256,
-    intermediate: int = 512,
-    num_qo_heads: int = 8,
-    num_kv_heads: int = 2,
-    head_dim: int = 32,
-    vocab: int = 1024,
-    max_position: int = 8192,
-) -> Path:
-    """Write config, fp32 weights and tokenizer into `path`; the same arguments, the same bytes."""
+def write_tiny_llama(path: str | Path, *, seed: int = 1234, **changes) -> Path:
+    """Write config, fp32 weights and tokenizer into `path`; the same arguments, the same bytes.
+
+    changes: entries of config.json other than the tiny shape's."""
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": num_qo_heads,
-        "num_key_value_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "vocab_size": vocab,
-        "max_position_embeddings": max_position,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "torch_dtype": "float32",
-        **ids,
-    }
+    config = LLAMA | SHAPES["tiny"] | changes | ids
     _write_json(path / "config.json", config)
     _write_json(path / "generation_config.json", ids)
     weights = _weights(config, torch.Generator().manual_seed(seed))
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    _write_tokenizer(path, vocab, max_position)
+    _write_tokenizer(path, config["vocab_size"], config["max_position_embeddings"])
     return path
 
 

@@ -1,1 +1,1 @@
-"""Greedy outputs of a real engine with `prefix`, against the noise between two stock backends."""
+"""Attention of a running engine against float64 attention over the same KV."""

@@ -1,144 +1,164 @@
-"""python -m eval.compare_outputs: are greedy outputs with `prefix` as good as the stock ones?
+"""python -m eval.compare_outputs layers: is the attention of a running engine right?
 
-Engines with seeded weights of realistic scale answer the same requests. The tested backend's
-difference from the reference is judged by the difference of two correct backends on the same
-requests; worse than that noise ends with exit status 1, as it must under every --fault. Exit status
-2: the comparison itself could not be made.
+Each backend's engine answers the same requests with the same seeded weights. In a decode step with
+all requests running, attention of the first, middle and last layer is dumped (see dump.py) and
+judged by full attention in fp64 over the same q and KV: its error, overall and of the worst
+(request, head), must be that of low-precision torch on the same inputs (as eval.bench_kernel
+judges). CUDA graphs and overlap scheduling are on, as in a server, unless --disable-cuda-graph.
 
-python -m eval.compare_outputs layers judges the attention outputs of three layers instead; see
-layers.py and its --help.
+Exit status 1: an output is wrong, as one must be under every --fault. 2: the check could not be
+made: an engine ended, or the dumped step was not the one to be judged.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 from eval import provenance
-from eval.compare_outputs import engines, entropy, faults, judge, layers, scenarios
-from eval.engine_process import EngineError, EngineProcess, backend_arguments, end_on_sigterm
-
-_ENTROPY_LENGTH = 512
+from eval.cli_values import device, several
+from eval.compare_outputs import dump, faults, scenarios, seeded_engine
+from eval.compare_outputs.dump import LayerDump
+from eval.compare_outputs.layer_judgement import judge, not_the_step, three_layers
+from eval.engine_process import (
+    EngineError,
+    EngineProcess,
+    backend_arguments,
+    end_on_sigterm,
+    uses_prefix,
+)
+from eval.model_shapes import SHAPES
+from sgl_prefix_attn.cli.argument_types import count
 
 
 def main(argv: list[str]) -> int:
-    if argv[:1] == ["layers"]:
-        return layers.main(argv[1:])
     args = _parse(argv)
     end_on_sigterm()
-    meta = engines.meta(argv, args)
+    meta = provenance.collect(
+        "eval.compare_outputs",
+        argv,
+        seed=seeded_engine.SEED,
+        model_shape=args.model_shape,
+        layers=args.layers,
+    )
     rows: list[dict] = []
-    with tempfile.TemporaryDirectory(prefix="compare-outputs-") as folder:
+    with tempfile.TemporaryDirectory(prefix="compare-layers-") as folder:
         try:
-            model = engines.write_model(Path(folder) / "model", args)
-            length = _ENTROPY_LENGTH // args.scale
-            entropies = entropy.attention_entropy(model, length, args.device)
-            print(entropy.describe(entropies, length), flush=True)
+            model = seeded_engine.write_model(Path(folder) / "model", args.model_shape, args.layers)
             for page_size in args.page_size:
-                home = Path(folder) / f"page-{page_size}"
-                rows += _compare_at(page_size, model, home, args)
+                for backend in args.backends:
+                    home = Path(folder) / f"page-{page_size}" / backend.replace("/", "-")
+                    rows += _judge_engine(backend, page_size, model, home, args)
         except EngineError as error:
-            print(f"no comparison: {error}", file=sys.stderr)
+            print(f"no judgement: {error}", file=sys.stderr)
             return 2
     if args.json:
-        provenance.save(args.json, meta, rows, attention_entropy=entropies, fault=args.fault)
-    problems = [row for row in rows if row["problems"]]
-    print("worse than noise" if problems else "within the noise of two correct backends")
-    return 1 if problems else 0
+        provenance.save(args.json, meta, rows, fault=args.fault)
+    wrong = sum(row["problem"] is not None for row in rows)
+    print(f"{wrong} of {len(rows)} layer outputs are wrong" if wrong else "all outputs are right")
+    return 1 if wrong else 0
 
 
-def _compare_at(page_size: int, model: Path, home: Path, args) -> list[dict]:
-    """Rows of one page size, a scenario each."""
-    requests = engines.build_requests(args)
-    outputs, tested = {}, args.tested
-    fault_log = home / "fault.log"
-    for label, names in (("reference", [args.reference]), ("noise", args.noise), (tested, None)):
-        if label == "noise" and args.noise == [args.reference]:
-            outputs["noise"] = outputs["reference"]
-            continue
-        fault = args.fault if label == tested else None
-        outputs[label] = _first_that_starts(
-            names or [tested], page_size, model, home / label, args, requests, fault, fault_log
-        )
-    if args.fault and not faults.times_planted(fault_log):
-        raise EngineError(f"the fault {args.fault} was never planted")
-    noise_here = {
-        name: judge.differ(outputs["reference"][name], outputs["noise"][name]) for name in requests
-    }
-    noise = judge.noise_of(list(noise_here.values()))
+def _judge_engine(backend: str, page_size: int, model: Path, home: Path, args) -> list[dict]:
+    """Return the rows of one engine: every scenario, every layer."""
+    layers = three_layers(args.layers)
+    folder, fault_log = home / "dumps", home / "fault.log"
+    env = dump.configure(folder, layers, seeded_engine.MAX_RUNNING_REQUESTS)
+    if uses_prefix(backend):
+        # Prefix kernels in every step that can run them: they are judged here, not the policy.
+        env["SGL_PREFIX_ATTN_POLICY"] = "prefix"
+    fault = args.fault if uses_prefix(backend) else None
+    if fault:
+        env |= {faults.FAULT_ENV: fault, faults.LOG_ENV: str(fault_log)}
+    arguments = seeded_engine.engine_arguments(model, args.device, page_size)
+    arguments |= backend_arguments(backend)
+    if not args.graphs:
+        arguments["disable_cuda_graph"] = True
+    vocab = seeded_engine.vocab(args.model_shape)
+    with EngineProcess(arguments, home / "engine", plugin=dump.__name__, env=env) as engine:
+        planted = f" with {fault} planted" if fault else ""
+        print(f"{backend}{planted}, page size {page_size}: up after {engine.start_s} s", flush=True)
+        for name in args.scenarios:
+            requests = scenarios.build(name, vocab, args.new_tokens, args.scale)
+            dump.order(folder, name, len(requests))
+            engine.ask("generate", requests=requests)
+            if dump.is_open(folder):
+                raise EngineError(
+                    f"{backend}, {name}: its {len(requests)} requests never ran together for "
+                    f"{dump.STEP} steps; more --new-tokens may help"
+                )
+    if fault and not faults.times_planted(fault_log):
+        raise EngineError(f"the fault {fault} was never planted")
     rows = []
-    for name in requests:
-        difference = judge.differ(outputs["reference"][name], outputs[tested][name])
-        problems = judge.verdict(difference, noise, noise_here[name])
-        rows.append(
-            {
-                "scenario": name,
-                "page_size": page_size,
-                "tested": difference.as_dict(),
-                "noise": noise_here[name].as_dict(),
-                "problems": problems,
-            }
-        )
-        print(_text(rows[-1]), flush=True)
+    for name in args.scenarios:
+        for layer in layers:
+            rows.append(_row(dump.load(folder, name, layer), backend, page_size, name, layer, args))
+            print(_text(rows[-1]), flush=True)
     return rows
 
 
-def _first_that_starts(
-    backends, page_size, model, home, args, requests, fault, fault_log
-) -> dict[str, list[dict]]:
-    """Outputs of the first backend of the list that an engine starts with."""
-    for i, backend in enumerate(backends):
-        plan = contextlib.nullcontext() if i + 1 == len(backends) else _skipping(backend)
-        with plan:
-            planting = {faults.FAULT_ENV: fault, faults.LOG_ENV: str(fault_log)} if fault else {}
-            engine = EngineProcess(
-                engines.engine_arguments(args, model, page_size) | backend_arguments(backend),
-                home / backend.replace("/", "-"),
-                plugin=faults.__name__ if fault else None,
-                env=engines.environment(backend) | planting,
-            )
-            with engine:
-                planted = f" with {fault} planted" if fault else ""
-                print(f"{backend}{planted}, page size {page_size}: up after {engine.start_s} s")
-                return {
-                    name: engine.ask("outputs", requests=wanted)["outputs"]
-                    for name, wanted in requests.items()
-                }
-    raise AssertionError("the last backend returns or raises")
-
-
-@contextlib.contextmanager
-def _skipping(backend: str):
-    try:
-        yield
-    except EngineError as error:
-        print(f"{backend} cannot be used: {str(error).splitlines()[-1]}", flush=True)
+def _row(dumped: LayerDump, backend: str, page_size: int, name: str, layer: int, args) -> dict:
+    """Judge one layer. Raises EngineError when the dumped step was not the one to be judged."""
+    problem = not_the_step(dumped, backend, args.graphs)
+    if problem is not None:
+        raise EngineError(f"{backend}, {name}: the dumped step {problem}")
+    error, error_torch, problem = judge(dumped, args.device)
+    return {
+        "backend": backend,
+        "page_size": page_size,
+        "scenario": name,
+        "layer": layer,
+        "requests": len(dumped.q),
+        "kv_tokens": int(dumped.seq_lens.sum()),
+        "kv_slots": len(dumped.k),
+        "cuda_graph": dumped.replayed,
+        "decision": dumped.decision,
+        "error": asdict(error),
+        "error_torch": asdict(error_torch),
+        "problem": problem,
+    }
 
 
 def _text(row: dict) -> str:
-    tested, noise = row["tested"], row["noise"]
-    lines = [f"{row['scenario']} ({tested['requests']} requests), page size {row['page_size']}"]
-    for label, part in (("tested", tested), ("noise", noise)):
-        lines.append(
-            f"  {label}: equal tokens {part['equal_share']:.4f}, {part['diverged']} diverged, "
-            f"largest top-2 gap there {part['max_gap']:.4f}, log-probability error "
-            f"{part['max_logprob_error']:.5f}"
-        )
-    lines += [f"  WORSE THAN NOISE: {problem}" for problem in row["problems"]]
-    return "\n".join(lines)
+    error, torch_error = row["error"], row["error_torch"]
+    ran = "replayed" if row["cuda_graph"] else "eager"
+    text = (
+        f"  {row['scenario']}, layer {row['layer']} ({row['requests']} requests, {ran}): error "
+        f"{error['norm']:.2e} (torch {torch_error['norm']:.2e}), worst row "
+        f"{error['worst_row']:.2e} (torch {torch_error['worst_row']:.2e})"
+    )
+    return f"{text}\n    WRONG: {row['problem']}" if row["problem"] else text
 
 
 def _parse(argv: list[str]):
     parser = argparse.ArgumentParser(prog="python -m eval.compare_outputs", description=__doc__)
-    parser.add_argument("--tested", default="prefix", help="backend, or PREFILL/DECODE")
-    parser.add_argument("--reference", default="flashinfer")
-    parser.add_argument("--noise", default="fa3,triton", help="the first that starts is taken")
-    engines.add_arguments(parser, list(scenarios.SCENARIOS))
-    args = engines.parse(parser, argv)
-    args.noise = args.noise.split(",")
+    parser.add_argument("what", choices=["layers"], help="the attention of three layers")
+    parser.add_argument(
+        "--backends", default="prefix,flashinfer", help="each a name or PREFILL/DECODE"
+    )
+    parser.add_argument("--disable-cuda-graph", action="store_true")
+    parser.add_argument("--model-shape", default="llama3.1-8b", choices=list(SHAPES))
+    parser.add_argument("--layers", type=count, default=4)
+    parser.add_argument("--scenarios", default="shared,three_levels")
+    parser.add_argument("--page-size", type=several(count), default="1,16")
+    parser.add_argument("--new-tokens", type=count, default=64)
+    parser.add_argument("--scale", type=count, default=1, help="divides all prompt lengths")
+    parser.add_argument("--fault", choices=list(faults.FAULTS), help="planted in prefix engines")
+    parser.add_argument("--device", type=device, default="cuda")
+    parser.add_argument("--json", metavar="OUT")
+    args = parser.parse_args(argv)
+    args.scenarios, args.backends = args.scenarios.split(","), args.backends.split(",")
+    args.graphs = args.device.type == "cuda" and not args.disable_cuda_graph
+    unknown = [name for name in args.scenarios if name not in scenarios.SCENARIOS]
+    if unknown:
+        parser.error(f"scenario {unknown[0]!r}: known are {', '.join(scenarios.SCENARIOS)}")
+    if args.layers < 3:
+        parser.error(f"--layers {args.layers}: three layers are judged")
+    if args.fault and not any(uses_prefix(backend) for backend in args.backends):
+        parser.error(f"--fault {args.fault}: none of the backends is prefix")
     return args
 
 

@@ -65,7 +65,7 @@ def order(folder: Path, name: str, requests: int) -> None:
 
 
 def is_open(folder: Path) -> bool:
-    """Whether the ordered dump has not been made."""
+    """Tell whether the ordered dump is still to be made."""
     return (folder / _ORDER).exists()
 
 
@@ -171,7 +171,7 @@ class Recorder:
 
 
 def compact(rows: torch.Tensor, seq_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots in use of rows [B, longest], and rows with each slot replaced by its place there."""
+    """Return the slots in use of rows [B, longest], and rows with each slot's place among them."""
     used = torch.arange(rows.shape[1]) < seq_lens[:, None]
     slots, place = torch.unique(rows[used], return_inverse=True)
     index = torch.zeros_like(rows)
@@ -180,7 +180,7 @@ def compact(rows: torch.Tensor, seq_lens: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def _prefix_step(runner):
-    """The step that a `prefix` backend has just run, None with any other backend."""
+    """Return the step that a `prefix` backend has just run, None with any other backend."""
     from sgl_prefix_attn.engine.runner_backend import find_backend
 
     backend = find_backend(runner)

@@ -33,7 +33,7 @@ def _note(log: Path, name: str) -> None:
 
 
 def _drop_node(planted: Callable[[], None]) -> None:
-    """The shared node read by the most queries is left out of the plan."""
+    """Leave the shared node read by the most queries out of the plan."""
     from sgl_prefix_attn import plan
 
     make_packs = plan.make_packs
@@ -49,7 +49,7 @@ def _drop_node(planted: Callable[[], None]) -> None:
 
 
 def _swap_tails(planted: Callable[[], None]) -> None:
-    """Two requests' private tails are read from each other's slots."""
+    """Read two requests' private tails from each other's slots."""
     from sgl_prefix_attn.plan import Planner
 
     plan = Planner.plan_forest
@@ -66,7 +66,7 @@ def _swap_tails(planted: Callable[[], None]) -> None:
 
 
 def _skip_append(planted: Callable[[], None]) -> None:
-    """The slot of the newest token is not written: its index keeps what stood there."""
+    """Do not write the slot of the newest token: its index keeps what stood there."""
     from sgl_prefix_attn.execute.executor import PlanExecutor
 
     append = PlanExecutor.append
@@ -86,7 +86,7 @@ FAULTS = {"drop_node": _drop_node, "swap_tails": _swap_tails, "skip_append": _sk
 
 
 def without_largest_shared(packs):
-    """Packs less the shared one with the most queries; the same object when none is shared."""
+    """Drop the shared pack with the most queries; the same object when none is shared."""
     queries = np.diff(packs.query_offset)
     shared = np.flatnonzero((packs.tail < 0) & (queries > 1))
     if not shared.size:
@@ -105,8 +105,8 @@ def without_largest_shared(packs):
 
 
 def with_two_tails_swapped(plan) -> np.ndarray:
-    """The plan's words with the rows of two tail segments exchanged, of one place and length where
-    there are such; the words themselves when there are no two tails."""
+    """Exchange the rows of two tail segments in the plan's words, of one place and length where
+    there are such; return the words themselves when there are no two tails."""
     from sgl_prefix_attn.kernels import layout as L
 
     first = int(plan.words[L.H_SEGMENTS])

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from eval.demo.report import Run, compare, render, summarize
+from eval.demo.comparison import Run, compare, render, summarize
 from eval.demo.server import Server, ServerError
 from eval.demo.workload import WorkloadError, run_workload
 from eval.engine_process import end_on_sigterm

@@ -1,7 +1,6 @@
 """One SGLang HTTP server as a child process: start, wait until healthy, read counters, stop."""
 
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -11,11 +10,11 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from prometheus_client.parser import text_string_to_metric_families
+
 START_LIMIT_S = 600
 STOP_LIMIT_S = 20
 LOG_TAIL_LINES = 30
-_SAMPLE = re.compile(r"^(?P<name>[\w:]+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$")
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 CPU_ARGUMENTS = ("--device=cpu", "--dtype=float32", "--max-total-tokens=16384")
 GPU_ARGUMENTS = ("--dtype=bfloat16", "--max-total-tokens=65536")
@@ -82,7 +81,7 @@ class Server:
                 continue
 
     def counters(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-        """/metrics as {(name, sorted labels): value}."""
+        """Read /metrics as {(name, sorted labels): value}."""
         return parse_metrics(_get(f"{self.url}/metrics"))
 
     def log_tail(self) -> str:
@@ -114,14 +113,12 @@ class Server:
 
 
 def parse_metrics(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """Samples of the Prometheus text format."""
-    samples = {}
-    for line in text.splitlines():
-        match = None if line.startswith("#") else _SAMPLE.match(line)
-        if match:
-            labels = tuple(sorted(_LABEL.findall(match["labels"] or "")))
-            samples[match["name"], labels] = float(match["value"])
-    return samples
+    """Return samples of the Prometheus text format as {(name, sorted labels): value}."""
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
 
 
 def _get(url: str) -> str:

@@ -44,7 +44,7 @@ class WorkloadError(RuntimeError):
 
 
 def system_prompt() -> str:
-    """About 1500 tokens of the demo's tokenizer."""
+    """Write about 1500 tokens of the demo's tokenizer."""
     lines = ["You are a helpful assistant with tools. Call one tool at a time and wait for it.\n"]
     for name, purpose in TOOLS.items():
         lines.append(f"\n## {name}(argument: text) -> text\nUse it to {purpose}.\n")
@@ -55,7 +55,7 @@ def system_prompt() -> str:
 
 @sgl.function
 def agent(s, question):
-    """Returns the outputs of all requests of one conversation."""
+    """Return the outputs of all requests of one conversation."""
     s += system_prompt() + f"\nuser: {question}\n"
     calls = []
     for tool, branch in zip(TOOLS, s.fork(len(TOOLS)), strict=True):
@@ -75,7 +75,7 @@ def agent(s, question):
 
 
 def run_workload(url: str) -> list[Output]:
-    """All agents at once, greedy. Raises WorkloadError if a request failed."""
+    """Run all agents at once, greedy. Raises WorkloadError if a request failed."""
     endpoint = RuntimeEndpoint(url, chat_template_name="default")
     states = agent.run_batch(
         [{"question": question} for question in QUESTIONS],

@@ -46,12 +46,9 @@ class Server:
         table = self.req_to_token_pool.req_to_token
         slots = table[torch.arange(batch), lens - 1]
         forward_batch = SimpleNamespace(
-            batch_size=batch,
-            forward_mode=SimpleNamespace(is_decode=lambda: True),
-            seq_lens=lens,
-            req_pool_indices=torch.arange(batch),
-            out_cache_loc=slots + 1 if lost_slot else slots,
-        )
+            batch_size=batch, forward_mode=SimpleNamespace(is_decode=lambda: True), seq_lens=lens,
+            req_pool_indices=torch.arange(batch), out_cache_loc=slots + lost_slot,
+        )  # fmt: skip
         self.q = torch.randn(batch, 4 * 8)
         return self.recorder.around_step(self._forward, self, forward_batch)
 

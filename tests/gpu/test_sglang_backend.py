@@ -2,8 +2,8 @@
 `flashinfer`, as near as two stock backends are to each other.
 
 bf16 rounding turns near-ties, so outputs of correct backends differ in places. The share of tokens
-before a request's first difference is what is compared; `python -m eval.compare_outputs` judges
-the same on a model of full size.
+before a request's first difference is what is compared; `python -m eval.compare_outputs layers`
+judges the attention itself, with layers of full size.
 """
 
 import importlib.util
@@ -90,8 +90,7 @@ def runs(request, tmp_path_factory):
 def first_alone(jobs: dict[str, tuple[Config, str]], folder) -> dict[str, Run]:
     """Runs of (configuration, backend) by name on one model, the first before all others."""
     model = write_tiny_llama(
-        folder / "model", hidden=512, intermediate=1024, num_qo_heads=8, num_kv_heads=2,
-        head_dim=128,
+        folder / "model", hidden_size=512, intermediate_size=1024, head_dim=128,
     )  # fmt: skip
     first, *others = jobs
     runs = run_together({first: jobs[first]}, model, folder)

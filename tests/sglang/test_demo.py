@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from eval.demo import __main__ as demo
-from eval.demo.report import Run, compare, differences
+from eval.demo.comparison import Run, compare, differences
 from eval.demo.server import Server, ServerError, parse_metrics
 from eval.demo.workload import Output
 from eval.tiny_model import write_tiny_llama

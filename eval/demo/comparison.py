@@ -2,11 +2,12 @@
 
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from rich.console import Console
 from rich.table import Table
 
-from eval.compare_outputs import judge
+from eval.demo import near_ties
 from eval.demo.workload import Output
 
 _STEPS = "sglang:prefix_attn_steps_total"
@@ -25,15 +26,15 @@ class Run:
 
 
 def differences(ours: Run, stock: Run) -> list[str]:
-    """One line a request whose tokens differ: which one, and from which token on."""
-    expected = {output.name: output.token_ids for output in stock.outputs}
-    lines = [f"{name}: no output" for name in expected.keys() - {o.name for o in ours.outputs}]
-    for output in ours.outputs:
-        want = expected.get(output.name, ())
-        if output.token_ids != want:
-            pairs = enumerate(zip(output.token_ids, want, strict=False))
-            at = next((i for i, (a, b) in pairs if a != b), min(len(output.token_ids), len(want)))
-            lines.append(f"{output.name}: token {at} of {len(want)}")
+    """Return a line for each request whose tokens differ: which one, and from which token on."""
+    got = {output.name: output.token_ids for output in ours.outputs}
+    want = {output.name: output.token_ids for output in stock.outputs}
+    lines = []
+    for name in sorted(got.keys() | want.keys()):
+        pairs = enumerate(zip_longest(got.get(name, ()), want.get(name, ())))
+        first = next((i for i, (a, b) in pairs if a != b), None)
+        if first is not None:
+            lines.append(f"{name}: token {first} of {len(want.get(name, ()))}")
     return lines
 
 
@@ -51,29 +52,27 @@ class Comparison:
 
 
 def compare(ours: Run, stock: Run, noise: Run | None = None) -> Comparison:
-    """Without `noise` all tokens must be equal, as they are in float32. With it, another stock
-    backend's run, outputs may differ by what those two do: bf16 turns near-ties. Judged then are
-    the prompts that hold no output, which alone are the same on all servers."""
+    """Judge our outputs. Without `noise` all tokens must be equal, as they are in float32. With it,
+    another stock backend's run, outputs may differ by what those two do: bf16 turns near-ties.
+    Judged then are the prompts that hold no output, which alone are the same on all servers."""
     if noise is None:
         different, total = differences(ours, stock), len(stock.outputs)
         problems = [f"{len(different)} of {total} outputs differ, first {d}" for d in different[:1]]
         return Comparison(problems, None)
     tested, reference, other = (
-        [{"tokens": o.token_ids, "top": o.top} for o in run.outputs if o.fixed_prompt]
-        for run in (ours, stock, noise)
+        [output for output in run.outputs if output.fixed_prompt] for run in (ours, stock, noise)
     )
     try:
-        here, found = judge.differ(reference, other), judge.differ(reference, tested)
+        here, found = near_ties.differ(reference, other), near_ties.differ(reference, tested)
     except ValueError as error:  # not the same requests, or not as many tokens
         return Comparison([str(error)], None)
-    problems = judge.verdict(found, judge.noise_of([here]), here)
-    return Comparison(problems, (found.equal_share, here.equal_share))
+    return Comparison(near_ties.verdict(found, here), (found.equal_share, here.equal_share))
 
 
 def summarize(
     ours: Run, stock: Run, comparison: Comparison, *, sglang_version: str, device: str
 ) -> dict:
-    """The content of demo.json; steps and KV tokens are those of our run, a layer's worth."""
+    """Return the content of demo.json; steps and KV tokens are of our run, for one layer."""
     steps = defaultdict(dict)
     for labels, count in _samples(ours, _STEPS):
         steps[labels["variant"]][labels["reason"]] = count
@@ -110,7 +109,7 @@ def render(summary: dict, console: Console) -> None:
     for cause, count in summary["plans_by_cause"].items():
         table.add_row(f"plans: {cause}", f"{count}")
     read, query_centric = summary["kv_tokens_read"], summary["kv_tokens_query_centric"]
-    table.add_row("KV tokens read, a layer", f"{read}")
+    table.add_row("KV tokens read per layer", f"{read}")
     table.add_row("KV tokens a query-centric kernel reads", f"{query_centric}")
     if read:
         table.add_row("ratio", f"{query_centric / read:.2f} x fewer")
@@ -126,7 +125,7 @@ def render(summary: dict, console: Console) -> None:
 
 
 def _samples(run: Run, name: str) -> list[tuple[dict, int]]:
-    """(labels, growth) of each series that grew, SGLang's own labels included."""
+    """Return (labels, growth) of each series that grew, SGLang's own labels included."""
     return [
         (dict(labels), int(value))
         for (sample, labels), value in run.counters.items()

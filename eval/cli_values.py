@@ -1,0 +1,41 @@
+"""Types of command-line arguments: argparse puts the argument's name before what they raise."""
+
+from __future__ import annotations
+
+import math
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def amount(text: str) -> float:
+    """Parse a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is no number") from None
+    if not 0 < value < math.inf:
+        raise ArgumentTypeError(f"must be above 0 and finite, got {text}")
+    return value
+
+
+def several(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """Make a parser of lists of them, separated by commas."""
+    return lambda text: [kind(part) for part in text.split(",")]
+
+
+def device(text: str) -> torch.device:
+    """Parse a device, which must be there if it is a GPU."""
+    try:
+        found = torch.device(text)
+    except RuntimeError as error:
+        raise ArgumentTypeError(str(error)) from None
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ArgumentTypeError(
+            f"torch {torch.__version__} sees no CUDA GPU here; --device cpu is for small runs"
+        )
+    return found
