@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from eval import provenance
-from eval.arguments import several
 from eval.bench_kernel.trees import Tree
+from eval.cli_values import several
 from sgl_prefix_attn.cli.argument_types import count
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.paths.radix_reader import RadixReader
@@ -48,7 +48,7 @@ _PRIVATE_TOKENS = 37
 
 
 class RadixCache:
-    """Has the name by which tree.py knows SGLang's radix cache, and a count of remaps: nothing else
+    """Has the name by which paths/ knows SGLang's radix cache, and a count of remaps: nothing else
     of it is read."""
 
     prefix_attn_remaps = 0
@@ -58,10 +58,8 @@ RadixCache.__module__ = "sglang.srt.mem_cache.radix_cache"
 
 
 def tree_of(batch: int, levels: int) -> Tree:
-    """Level sizes in geometric progression from one root to a node for every request."""
-    if levels == 1:
-        return Tree((batch,), (_NODE_TOKENS,))
-    counts = [round(batch ** (i / (levels - 1))) for i in range(levels)]
+    """Make level sizes in geometric progression from one root to a node for every request."""
+    counts = [round(batch ** (i / (levels - 1))) for i in range(levels)] if levels > 1 else [batch]
     return Tree(tuple(counts), (_NODE_TOKENS,) * levels)
 
 
@@ -89,7 +87,7 @@ class Request:
 
 
 def fake_requests(tree: Tree) -> list[Request]:
-    """One request for each leaf of the tree."""
+    """Make one request for each leaf of the tree."""
     root = Node(None, 0, torch.zeros(0, dtype=torch.int64))
     made, above = 0, [root]
     for level, (nodes, length) in enumerate(zip(tree.counts, tree.lengths, strict=True)):
@@ -101,7 +99,7 @@ def fake_requests(tree: Tree) -> list[Request]:
 
 
 def measure(batch: int, levels: int, planner: Planner, repeats: int) -> dict:
-    """Median milliseconds of each kind of step, and of the walk and the planner alone."""
+    """Time each kind of step, and the walk and the planner alone: median milliseconds."""
     reqs = fake_requests(tree_of(batch + 1, levels))
     fewer = reqs[:-1]
     cache = RadixCache()
@@ -121,9 +119,9 @@ def measure(batch: int, levels: int, planner: Planner, repeats: int) -> dict:
         steps.lifetime.invalidate("capture")
         step(fewer)
 
-    times = {"scratch": _median_ms(scratch, repeats)}
-    times["join"] = _median_ms(lambda: step(reqs), repeats, before=lambda: step(fewer))
-    times["leave"] = _median_ms(lambda: step(fewer), repeats, before=lambda: step(reqs))
+    times = {"scratch": median_ms(scratch, repeats)}
+    times["join"] = median_ms(lambda: step(reqs), repeats, before=lambda: step(fewer))
+    times["leave"] = median_ms(lambda: step(fewer), repeats, before=lambda: step(reqs))
     step(fewer)
 
     def grow() -> None:
@@ -131,17 +129,17 @@ def measure(batch: int, levels: int, planner: Planner, repeats: int) -> dict:
 
     plans_before = sum(steps.counters.plans.values())
     steady = min(repeats, planner.headroom)
-    times["steady"] = _median_ms(lambda: step(fewer), steady, before=grow)
+    times["steady"] = median_ms(lambda: step(fewer), steady, before=grow)
     if sum(steps.counters.plans.values()) != plans_before:
         raise RuntimeError("a steady step planned")
     reader = RadixReader()
-    times["walk"] = _median_ms(lambda: reader.read_paths(batch_of(fewer)), repeats)
+    times["walk"] = median_ms(lambda: reader.read_paths(batch_of(fewer)), repeats)
     paths = reader.read_paths(batch_of(fewer))
-    times["plan"] = _median_ms(lambda: planner.plan(paths), repeats)
+    times["plan"] = median_ms(lambda: planner.plan(paths), repeats)
     return times
 
 
-def _median_ms(
+def median_ms(
     work: Callable[[], object], repeats: int, before: Callable[[], object] | None = None
 ) -> float:
     times = []
@@ -180,7 +178,7 @@ def main(argv: list[str]) -> int:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     names = ("scratch", "join", "leave", "steady", "walk", "plan")
-    print("host milliseconds a step, median, one core (walk and plan: the parts of scratch)")
+    print("host milliseconds per step, median, one core (walk and plan: the parts of scratch)")
     print(f"{'requests':>8} {'levels':>6} {'nodes':>6}" + "".join(f"{n:>10}" for n in names))
     rows, missed = [], []
     for batch in args.batches:

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from eval import provenance
-from eval.bench_kernel.case import DTYPES, Case, build_case, parse_device
+from eval.bench_kernel.case import DTYPES, Case, build_case
 from eval.bench_kernel.floor import floor_us, rates_of
 from eval.bench_kernel.trees import parse_trees
+from eval.cli_values import device
 from sgl_prefix_attn.api.argument_checks import lengths, path_table
 from sgl_prefix_attn.calibrate.timing import LayerTimer
 from sgl_prefix_attn.cli.model_heads import parse_heads
@@ -38,24 +39,23 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--trees", default="pat20", help="as in eval.bench_kernel")
     parser.add_argument("--heads", default="32/8")
-    parser.add_argument("--device", default="cuda", help="an NVIDIA GPU: others launch nothing")
+    parser.add_argument("--device", type=device, default="cuda", help="an NVIDIA GPU")
     parser.add_argument("--json", metavar="OUT")
     args = parser.parse_args(argv)
     try:
-        device = parse_device(args.device)
         heads = HeadConfig(*parse_heads(args.heads), 128)
         trees = parse_trees(args.trees)
     except ValueError as error:
         parser.error(str(error))
-    if device.type != "cuda":
+    if args.device.type != "cuda":
         parser.error(f"--device {args.device}: stages are launches on an NVIDIA GPU")
     dtype = DTYPES["bf16"]
-    rates = rates_of(device)
+    rates = rates_of(args.device)
     meta = provenance.collect("eval.bench_stages", argv or sys.argv[1:])
     rows = []
-    print("microseconds a layer; merge = all - forward")
+    print("microseconds per layer; merge = all - forward")
     for tree in trees:
-        case = build_case(tree, heads, 1, dtype, device, seed=0)
+        case = build_case(tree, heads, 1, dtype, args.device, seed=0)
         times = {stage: _time(case, stage) for stage in STAGES}
         floor = floor_us(tree, heads, dtype.itemsize, rates)
         rows.append({"tree": tree.name, "heads": args.heads, "stage_floor_us": floor, **times})
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def without(plan: Plan, tile_set: TileSet, stage: str) -> Plan:
-    """The plan with the words of the stages that `stage` leaves out blanked."""
+    """Blank the plan's words of the stages that `stage` leaves out."""
     words = plan.words.copy()
     if stage != "all":
         words[L.H_NUM_MERGES] = 0

@@ -86,7 +86,7 @@ class EngineProcess:
         self.close()
 
     def ask(self, op: str, **arguments) -> dict:
-        """Answer of a command of engine_worker. Raises EngineError."""
+        """Return the answer to a command of engine_worker. Raises EngineError."""
         try:
             self._process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
             self._process.stdin.flush()
@@ -124,7 +124,7 @@ def end_on_sigterm() -> None:
 
 
 def backend_arguments(backend: str) -> dict:
-    """Engine arguments of a backend name; PREFILL/DECODE gives each its own."""
+    """Return engine arguments of a backend name; PREFILL/DECODE gives each its own."""
     prefill, _, decode = backend.partition("/")
     if not decode:
         return {"attention_backend": backend}
@@ -136,19 +136,19 @@ def uses_prefix(backend: str) -> bool:
 
 
 def names_prefix(backend: str) -> bool:
-    """Whether SGLang needs the product's plugin to know the backend."""
+    """Tell whether SGLang needs the product's plugin to know the backend."""
     return "prefix" in backend.split("/")
 
 
 def plugin_names(*, product: bool, evaluation: bool) -> list[str]:
-    """Entry points of SGLang plugins that an engine loads, sorted."""
+    """Name the entry points of SGLang plugins that an engine loads, sorted."""
     return [_EVAL_PLUGIN] * evaluation + [_PRODUCT] * product
 
 
 def environment(
     base: Mapping[str, str], site: Path, plugins: list[str], *, on_cpu: bool
 ) -> dict[str, str]:
-    """`base` with `site` first on the path and SGLANG_PLUGINS naming all that SGLang may load."""
+    """Return `base` with `site` first on the path and SGLANG_PLUGINS naming all that may load."""
     # The list filters platforms too. Were it empty, SGLang would load everything installed.
     names = [*plugins, _PRODUCT_PLATFORM] if on_cpu else plugins or [_EVAL_PLUGIN]
     return {
@@ -160,7 +160,7 @@ def environment(
 
 
 def make_site(site: Path, plugin: str | None) -> Path:
-    """A folder for the engine's path: eval, and the entry point of the evaluation's plugin."""
+    """Make a folder for the engine's path: eval, and the entry point of the evaluation's plugin."""
     site.mkdir()
     (site / "eval").symlink_to(ROOT / "eval", target_is_directory=True)
     if plugin is None:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import orjson
 
+from sgl_prefix_attn import __version__
+
 ROOT = Path(__file__).resolve().parent.parent
 # Names of the commit where the tree was copied without its .git: "HASH" or "HASH-dirty".
 COMMIT_ENV = "BENCH_COMMIT"
@@ -24,7 +26,7 @@ _FOREIGN_FOLDERS = ("third_party", "cutlass", "build", "dist")
 
 
 def collect(module: str, argv: list[str], **extra) -> dict:
-    """The "meta" of a result file; `module` and `argv` give the command that makes it again."""
+    """Make the "meta" of a result file; `module` and `argv` are the command that makes it."""
     commit, dirty = _own_commit()
     gpu, driver = _gpu()
     return {
@@ -52,7 +54,7 @@ def save(path: str | Path, meta: dict, rows: list[dict], **parts) -> None:
 
 
 def load(path: str | Path) -> dict:
-    """A result file. Raises ValueError naming the file when it is none."""
+    """Load a result file. Raises ValueError naming the file when it is none."""
     try:
         result = orjson.loads(Path(path).read_bytes())
         result["meta"]["command"], result["rows"][0]
@@ -63,19 +65,15 @@ def load(path: str | Path) -> dict:
 
 def _version(package: str) -> str | None:
     if package == "sgl-prefix-attn":
-        from sgl_prefix_attn import __version__
-
         return __version__
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        if package in sys.modules:
-            return getattr(sys.modules[package], "__version__", None)
-        return None
+        return getattr(sys.modules.get(package), "__version__", None)
 
 
 def sources(folder: str | Path) -> dict:
-    """What code a folder holds: {"commit", "dirty", "sha256", "num_files"}.
+    """Identify the code in a folder: {"commit", "dirty", "sha256", "num_files"}.
 
     commit  of the git checkout that the folder is (part of), None where git tracks nothing in it;
             dirty: whether tracked files differ from the commit
@@ -97,12 +95,12 @@ def sources(folder: str | Path) -> dict:
 
 
 def _source_files(folder: Path) -> list[str]:
-    found = []
-    for root, folders, names in os.walk(folder):
-        folders[:] = [f for f in folders if f not in _FOREIGN_FOLDERS and not f.startswith(".")]
-        paths = (Path(root, name) for name in names if name.endswith(_SOURCE_SUFFIXES))
-        found += [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
-    return sorted(found)
+    def is_own(path: Path) -> bool:
+        return not any(part in _FOREIGN_FOLDERS or part.startswith(".") for part in path.parts[:-1])
+
+    paths = (path for path in folder.rglob("*") if path.suffix in _SOURCE_SUFFIXES)
+    relative = (path.relative_to(folder) for path in paths if path.is_file())
+    return sorted(path.as_posix() for path in relative if is_own(path))
 
 
 def _git(folder: Path, *args: str) -> str:
@@ -112,7 +110,7 @@ def _git(folder: Path, *args: str) -> str:
 
 
 def _commit(folder: Path) -> tuple[str | None, bool | None]:
-    """(None, None) for a folder in which git tracks nothing, though it may lie in a checkout."""
+    """Return (None, None) for a folder in which git tracks nothing, even inside a checkout."""
     try:
         if not _git(folder, "ls-files"):
             return None, None
@@ -131,7 +129,7 @@ def _own_commit() -> tuple[str, bool | None]:
 
 
 def _gpu() -> tuple[str | None, str | None]:
-    """Name and driver of the first GPU, (None, None) without one."""
+    """Return name and driver of the first GPU, (None, None) without one."""
     try:
         line = subprocess.run(
             ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],

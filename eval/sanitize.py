@@ -41,7 +41,10 @@ _TAILS = tuple(1 + 11 * i % 60 for i in range(22)) + (300, 1)
 
 
 def main(argv: list[str]) -> int:
-    args = _parse(argv)
+    parser = argparse.ArgumentParser(prog="python -m eval.sanitize", description=__doc__)
+    parser.add_argument("--case", choices=["small"], help="run the case itself, without a tool")
+    parser.add_argument("--plant", action="store_true", help="a KV slot beyond the pool")
+    args = parser.parse_args(argv)
     if args.case:
         return run_case(plant=args.plant)
     sanitizer = shutil.which("compute-sanitizer") or shutil.which(
@@ -64,9 +67,9 @@ def main(argv: list[str]) -> int:
 
 
 def _sanitized(sanitizer: str, tool: str, case: list[str]) -> int:
-    """Errors that a tool reports for the case; prints its summary, and its report where it has
-    any. A tool that did not finish counts as an error, unless a planted fault was the reason."""
-    # One allocation a tensor: inside PyTorch's large blocks an access out of bounds looks valid.
+    """Count the errors that a tool reports for the case; print its summary, and the report of any.
+    A tool that did not finish counts as an error, unless a planted fault was the reason."""
+    # One allocation per tensor: inside PyTorch's large blocks an access out of bounds looks valid.
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = [sanitizer, "--tool", tool, "--error-exitcode", str(_FOUND), *case]
     done = subprocess.run(
@@ -85,7 +88,7 @@ def _sanitized(sanitizer: str, tool: str, case: list[str]) -> int:
 
 
 def run_case(plant: bool = False, device: str = "cuda") -> int:
-    """Every kernel once, on a few requests and one layer, checked against full attention."""
+    """Run every kernel once, on a few requests and one layer; check against full attention."""
     paths = _paths()
     req_to_token, num_slots = _slots(paths)
     batch = paths.leaf.size
@@ -133,7 +136,7 @@ def _paths() -> PathTable:
 
 
 def _slots(paths: PathTable) -> tuple[torch.Tensor, int]:
-    """req_to_token int32 [B, longest] with slots in random order, and how many there are."""
+    """Make req_to_token int32 [B, longest] with slots in random order, and count the slots."""
     shared = int(paths.length.sum())
     num_slots = 1 + shared + sum(_TAILS)
     slots = 1 + np.random.default_rng(0).permutation(num_slots - 1)
@@ -144,13 +147,6 @@ def _slots(paths: PathTable) -> tuple[torch.Tensor, int]:
         table[row, length - tail : length] = slots[used : used + tail]
         used += tail
     return torch.from_numpy(table), num_slots
-
-
-def _parse(argv: list[str]):
-    parser = argparse.ArgumentParser(prog="python -m eval.sanitize", description=__doc__)
-    parser.add_argument("--case", choices=["small"], help="run the case itself, without a tool")
-    parser.add_argument("--plant", action="store_true", help="a KV slot beyond the pool")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -14,19 +14,12 @@ import tempfile
 from pathlib import Path
 
 from eval import provenance
-from eval.arguments import several
 from eval.bench_engine import host_times
-from eval.bench_engine.arguments import check_device, dummy_engine
-from eval.bench_engine.runner import Samples, alternate, each_tpot_ms, tpot_ms
+from eval.bench_engine.decode_times import Samples, alternate, each_tpot_ms, tpot_ms
 from eval.bench_engine.workloads import NAMED, Workload, parse_workloads
-from eval.engine_process import (
-    EngineError,
-    EngineProcess,
-    backend_arguments,
-    end_on_sigterm,
-    names_prefix,
-    uses_prefix,
-)
+from eval.cli_values import device, several
+from eval.dummy_engine import engine_arguments, start
+from eval.engine_process import EngineError, end_on_sigterm, uses_prefix
 from eval.model_shapes import SHAPES, write_config
 from sgl_prefix_attn.cli.argument_types import count
 
@@ -59,23 +52,22 @@ def main(argv: list[str]) -> int:
 
 def _run_group(group, folder: Path, args, workloads, new_tokens, rows: list[dict]) -> None:
     model = write_config(folder / "model", args.model_shape)
-    arguments = _engine_arguments(args, model, workloads, new_tokens[1])
+    pool = max(workload.kv_tokens(new_tokens[1]) for workload in workloads)
+    arguments = engine_arguments(
+        model,
+        device=args.device,
+        page_size=args.page_size,
+        pool_tokens=int(_POOL_MARGIN * pool) + 1024,
+        decode_batches=sorted({workload.batch for workload in workloads}),
+    )
     with contextlib.ExitStack() as stack:
         engines, times = {}, {}
         for backend in group:
             home = folder / backend.replace("/", "-")
             times[backend] = home / "host.json"
-            print(f"starting {backend}", flush=True)
-            engines[backend] = stack.enter_context(
-                EngineProcess(
-                    arguments | backend_arguments(backend),
-                    home,
-                    plugin=host_times.__name__ if uses_prefix(backend) else None,
-                    product=names_prefix(backend),
-                    env={host_times.ENV: str(times[backend])},
-                )
-            )
-            print(f"{backend} is up after {engines[backend].start_s} s", flush=True)
+            plugin = host_times.__name__ if uses_prefix(backend) else None
+            env = {host_times.ENV: str(times[backend])}
+            engines[backend] = start(stack, backend, home, arguments, plugin=plugin, env=env)
         for workload in workloads:
             before = {backend: host_times.read(path) for backend, path in times.items()}
             samples = alternate(
@@ -130,18 +122,8 @@ def _text(row: dict) -> str:
         f"({min(each):.3f} to {max(each):.3f})  ratio {row['ratio']:.3f}"
     )
     if row["host"].get("steady_us") is not None:
-        text += f"  our host code {row['host']['steady_us']:.1f} us a steady step"
+        text += f"  our host code {row['host']['steady_us']:.1f} us per steady step"
     return text
-
-
-def _engine_arguments(args, model: Path, workloads: list[Workload], longest: int) -> dict:
-    return dummy_engine(
-        model,
-        device=args.device,
-        page_size=args.page_size,
-        pool_tokens=int(_POOL_MARGIN * max(w.kv_tokens(longest) for w in workloads)) + 1024,
-        decode_batches=sorted({w.batch for w in workloads}),
-    )
 
 
 def _parse(argv: list[str]):
@@ -157,12 +139,11 @@ def _parse(argv: list[str]):
         "--new-tokens", type=several(count), default="64,256", help="short and long generation"
     )
     parser.add_argument("--page-size", type=count, default=1)
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--device", type=device, default="cuda")
     parser.add_argument("--json", metavar="OUT")
     args = parser.parse_args(argv)
     try:
         workloads = parse_workloads(args.workloads)
-        check_device(args.device)
     except ValueError as error:
         parser.error(str(error))
     if len(args.new_tokens) != 2 or args.new_tokens[0] >= args.new_tokens[1]:

@@ -21,7 +21,7 @@ _ENOUGH = 32  # ... and of how many at least a time is told
 
 
 class HostTimes:
-    """What is known so far; one a process."""
+    """What is known so far; one per process."""
 
     def __init__(self, target: Path):
         self._target = target
@@ -32,11 +32,11 @@ class HostTimes:
         self.prepared = None  # the step that the backend prepared last
 
     def graphs(self, cost) -> None:
-        """What the prefix graphs took (variants.GraphCost)."""
+        """Note what the prefix graphs took (graph_variants.GraphCost)."""
         self._graphs = vars(cost)
 
     def observed(self, seconds: float, counters) -> None:
-        """The backend was handed a batch, and took so long; counters: a function."""
+        """Note that the backend was handed a batch and took so long; counters: a function."""
         step, self.prepared = self.prepared, None
         if step is None:  # the batch does not decode
             return
@@ -103,7 +103,7 @@ def _timed(observe, times: HostTimes):
 
 
 def read(target: Path, before: dict | None = None) -> dict:
-    """What the plugin wrote so far, its counts less those of an earlier read; {} without a step.
+    """Read what the plugin wrote so far, less the counts of an earlier read; {} without a step.
 
     steady_us  median of the latest steady steps since the earlier read, None of too few
     """

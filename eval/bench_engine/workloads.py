@@ -17,7 +17,7 @@ class Workload:
     private: int
 
     def prompts(self, vocab_size: int) -> list[list[int]]:
-        """The same tokens whenever called; other workloads share none of them."""
+        """Draw the same tokens whenever called; other workloads share none of them."""
         rng = random.Random(self.name)
 
         def tokens(count: int) -> list[int]:
@@ -27,7 +27,7 @@ class Workload:
         return [prefix + tokens(self.private) for _ in range(self.batch)]
 
     def kv_tokens(self, new_tokens: int) -> int:
-        """KV tokens that the pool must hold while all requests run."""
+        """Return how many KV tokens the pool must hold while all requests run."""
         return self.shared + self.batch * (self.private + new_tokens)
 
 
@@ -41,7 +41,8 @@ NAMED = {
 
 
 def parse_workloads(text: str) -> list[Workload]:
-    """Names, or BATCHxSHARED+PRIVATE, separated by commas. Raises ValueError quoting a bad one."""
+    """Parse names, or BATCHxSHARED+PRIVATE, separated by commas. Raises ValueError quoting a bad
+    one."""
     workloads = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", part)

@@ -11,13 +11,13 @@ import sys
 from dataclasses import asdict
 
 from eval import provenance
-from eval.arguments import several
-from eval.bench_kernel import plot, summary
-from eval.bench_kernel.case import DTYPES, parse_device
+from eval.bench_kernel import bars, kernel_tables, over_floor
+from eval.bench_kernel.case import DTYPES
+from eval.bench_kernel.compare_providers import DeviceLost, Setting, compare
 from eval.bench_kernel.floor import rates_of
-from eval.bench_kernel.providers import NAMES, STRATEGIES, make_providers
-from eval.bench_kernel.runner import DeviceLost, Setting, compare
+from eval.bench_kernel.providers import STRATEGIES, make_providers
 from eval.bench_kernel.trees import parse_trees
+from eval.cli_values import device, several
 from sgl_prefix_attn.cli.argument_types import count
 from sgl_prefix_attn.cli.model_heads import parse_heads
 from sgl_prefix_attn.records import HeadConfig
@@ -27,10 +27,9 @@ _PEERS = "prefix,flashinfer,fa3,batchattn,cascade"
 
 def main(argv: list[str]) -> int:
     args, settings, providers = _parse(argv)
-    device = settings[0].device
-    rates = rates_of(device)
+    rates = rates_of(args.device)
     meta = provenance.collect(
-        "eval.bench_kernel", argv, device=str(device), seed=args.seed, rates=asdict(rates)
+        "eval.bench_kernel", argv, device=str(args.device), seed=args.seed, rates=asdict(rates)
     )
     paths = {"fasttree": args.fasttree_path, "pat": args.pat_path}
     meta["peers"] = {
@@ -59,12 +58,10 @@ def main(argv: list[str]) -> int:
         if args.json and rows:
             provenance.save(args.json, meta, rows, incomplete=str(error))
         return 2
-    for (heads, head_dim, page_size, dtype), trees in summary.group(rows).items():
-        print(f"\n{heads} heads, head dim {head_dim}, page size {page_size}, {dtype}")
-        print(summary.text_means(trees))
+    print("\n" + kernel_tables.markdown(rows))
     if args.plot:
-        plot.write(rows, args.plot)
-    wrong = [r for r in rows if summary.is_ours(r["provider"]) and r["status"] != "ok"]
+        bars.write(rows, args.plot)
+    wrong = [r for r in rows if over_floor.is_ours(r["provider"]) and r["status"] != "ok"]
     wrong = [r for r in wrong if not r["status"].startswith("unsupported")]
     return 1 if wrong else 0
 
@@ -79,25 +76,26 @@ def _run_setting(setting: Setting, providers, rates, reasons, rows: list[dict]) 
     entry: dict[str, dict] = {}
     try:
         for row in compare(setting, providers, rates, reasons):
-            entry[row.provider] = row.as_dict()
+            entry[row.provider] = asdict(row)
             rows.append(entry[row.provider])
     finally:
         for row in entry.values():
-            print(summary.text_row(entry, row), flush=True)
+            print(over_floor.text_row(entry, row), flush=True)
 
 
 def _parse(argv: list[str]):
     parser = argparse.ArgumentParser(prog="python -m eval.bench_kernel", description=__doc__)
-    parser.add_argument("--trees", default="pat20", help="pat20, a file, or trees joined by ;")
+    parser.add_argument("--trees", default="pat20", help="pat20, or trees joined by ;")
     parser.add_argument("--heads", default="32/8", help="QO/KV heads, such as 32/8,64/8")
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--providers", default=_PEERS, help=f"of {', '.join(NAMES)}")
     parser.add_argument(
-        "--strategy", default="calibrated", help=f"of `prefix`: {', '.join(STRATEGIES)}"
+        "--providers",
+        default=_PEERS,
+        help=f"fasttree, pat, torch, too, and prefix:STRATEGY, of {', '.join(STRATEGIES)}",
     )
     parser.add_argument("--page-size", type=several(count), default="1", help="such as 1,16,64")
     parser.add_argument("--dtype", default="bf16", choices=list(DTYPES))
-    parser.add_argument("--device", default="cuda", help="cpu: small trees only")
+    parser.add_argument("--device", type=device, default="cuda", help="cpu: small trees only")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="OUT", help="result file, written after every tree")
     parser.add_argument("--plot", metavar="OUT.png")
@@ -105,10 +103,8 @@ def _parse(argv: list[str]):
     parser.add_argument("--pat-path", metavar="DIR", help="built checkout of PAT")
     args = parser.parse_args(argv)
     try:
-        device = parse_device(args.device)
-        providers = make_providers(
-            args.providers.split(","), args.strategy.split(","), args.fasttree_path, args.pat_path
-        )
+        names = args.providers.split(",")
+        providers = make_providers(names, args.fasttree_path, args.pat_path)
         settings = [
             Setting(
                 tree,
@@ -116,7 +112,7 @@ def _parse(argv: list[str]):
                 page,
                 args.dtype,
                 DTYPES[args.dtype],
-                device,
+                args.device,
                 args.seed,
             )
             for heads in args.heads.split(",")

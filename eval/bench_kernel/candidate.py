@@ -6,7 +6,7 @@ import torch
 
 from eval.bench_kernel.case import Case
 from eval.bench_kernel.oracle import Oracle
-from eval.bench_kernel.providers.base import Provider
+from eval.bench_kernel.providers.provider import Provider
 from sgl_prefix_attn.calibrate.timing import LayerTimer, plan_us
 
 
@@ -39,7 +39,7 @@ class Candidate:
         self.judge_replay("captured")
 
     def us(self) -> float:
-        """Median microseconds a layer of one round."""
+        """Time one round: median microseconds per layer."""
         return self._timer.us()
 
     def judge_replay(self, when: str) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from eval.bench_kernel.floor import kv_bytes
-from eval.bench_kernel.trees import IndexTables, Tree, build_tables
+from eval.bench_kernel.trees import Tree, build_tables
 from sgl_prefix_attn.records import HeadConfig
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -24,7 +24,7 @@ class Case:
     req_to_token int32 [B, seq_len], on the device
     seq_lens     int32 [B], on the device; all requests are equally long
     q            [B, Hq, D]
-    k, v         one [slots, Hkv, D] a layer; slots that no request owns hold NaN
+    k, v         one [slots, Hkv, D] per layer; slots that no request owns hold NaN
     """
 
     tree: Tree
@@ -44,41 +44,36 @@ class Case:
         return len(self.k)
 
     @property
+    def head_sizes(self) -> tuple[int, int, int]:
+        """Query heads, KV heads, head dim: in the order in which every library takes them."""
+        return self.heads.num_qo_heads, self.heads.num_kv_heads, self.heads.head_dim
+
+    @property
     def sm_scale(self) -> float:
         return self.heads.head_dim**-0.5
 
     def paged(self, cache: torch.Tensor) -> torch.Tensor:
-        """View of a pool as [pages, page_size, Hkv, D]."""
+        """View a pool as [pages, page_size, Hkv, D]."""
         return cache.view(-1, self.page_size, self.heads.num_kv_heads, self.heads.head_dim)
 
+    def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """View a layer's pools as pages."""
+        return self.paged(self.k[layer]), self.paged(self.v[layer])
+
     def pages(self, slots: torch.Tensor) -> torch.Tensor:
-        """int32 [..., pages]: page ids of rows of slots [..., tokens]."""
+        """Return page ids int32 [..., pages] of rows of slots [..., tokens]."""
         return (slots[..., :: self.page_size] // self.page_size).contiguous()
 
     def last_page_len(self, length: int) -> int:
         return (length - 1) % self.page_size + 1
 
     def new_out(self) -> list[torch.Tensor]:
-        """One output a layer, poisoned with NaN."""
+        """Make one output per layer, poisoned with NaN."""
         return [torch.full_like(self.q, float("nan")) for _ in range(self.num_layers)]
 
 
-def parse_device(text: str) -> torch.device:
-    """Raises ValueError for what is no device and for a GPU that torch cannot use."""
-    try:
-        device = torch.device(text)
-    except RuntimeError as error:
-        raise ValueError(f"--device {text}: {error}") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            f"--device {text}: torch {torch.__version__} sees no CUDA GPU here; "
-            "cpu works for small trees"
-        )
-    return device
-
-
 def num_pools(tree: Tree, heads: HeadConfig, itemsize: int) -> int:
-    """At least two: a kernel that reads the KV of another layer must not go unnoticed."""
+    """Return at least two: a kernel that reads the KV of another layer must not go unnoticed."""
     return max(2, min(12, int(_POOL_BYTES // kv_bytes(tree, heads, itemsize)) + 1))
 
 
@@ -90,13 +85,14 @@ def build_case(
     device: torch.device,
     seed: int,
 ) -> Case:
-    """Random queries and pools; the same arguments, the same case (on the same kind of device).
+    """Draw queries and pools at random; the same arguments, the same case on one kind of device.
 
     Raises ValueError when the tree does not fit the page size.
     """
     tables = build_tables(tree, page_size, np.random.default_rng(seed))
     generator = torch.Generator(device).manual_seed(seed)
-    unused = torch.from_numpy(tables.unused().nonzero()[0]).to(device)
+    unused = np.setdiff1d(np.arange(tables.num_slots), tables.req_to_token)
+    unused = torch.from_numpy(unused).to(device)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
@@ -114,16 +110,10 @@ def build_case(
         page_size=page_size,
         dtype=dtype,
         device=device,
-        **_on_device(tables, tree, device),
+        node_slots=tuple(torch.from_numpy(slots).to(device) for slots in tables.node_slots),
+        req_to_token=torch.from_numpy(tables.req_to_token).to(device),
+        seq_lens=torch.full((tree.batch_size,), tree.seq_len, dtype=torch.int32, device=device),
         q=random(tree.batch_size, heads.num_qo_heads, heads.head_dim),
         k=pools(),
         v=pools(),
     )
-
-
-def _on_device(tables: IndexTables, tree: Tree, device: torch.device) -> dict:
-    return {
-        "node_slots": tuple(torch.from_numpy(slots).to(device) for slots in tables.node_slots),
-        "req_to_token": torch.from_numpy(tables.req_to_token).to(device),
-        "seq_lens": torch.full((tree.batch_size,), tree.seq_len, dtype=torch.int32, device=device),
-    }

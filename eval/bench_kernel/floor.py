@@ -5,6 +5,8 @@ Over the rates of a GPU they give the reference time that the tables call floor.
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,27 +21,25 @@ _KNOWN = {"NVIDIA H100 80GB HBM3": (3.0e12, 600e12)}
 
 @dataclass(frozen=True)
 class Rates:
-    """bandwidth [bytes/s] and flops [1/s] that the floor is computed with; copy_bandwidth is a
-    device-to-device copy measured at start (bytes read plus bytes written a second)."""
+    """bandwidth [bytes/s] and flops [1/s] that the floor is computed with, and their source."""
 
     bandwidth: float
     flops: float
-    copy_bandwidth: float | None
     source: str
 
 
 def kv_bytes(tree: Tree, heads: HeadConfig, itemsize: int) -> int:
-    """Bytes of the tree's K and V, each entry once (queries and outputs are left out)."""
+    """Count the bytes of the tree's K and V, each entry once (queries and outputs are left out)."""
     return tree.num_tokens * heads.num_kv_heads * heads.head_dim * 2 * itemsize
 
 
 def flops(tree: Tree, heads: HeadConfig) -> int:
-    """Operations of QK and PV: every query head with every KV entry of its request."""
+    """Count the operations of QK and PV: every query head with every KV entry of its request."""
     return tree.batch_size * tree.seq_len * heads.num_qo_heads * heads.head_dim * 4
 
 
 def floor_us(tree: Tree, heads: HeadConfig, itemsize: int, rates: Rates) -> float:
-    """The larger of the time for the bytes and for the operations, in microseconds.
+    """Return the larger of the time for the bytes and for the operations, in microseconds.
 
     A reference, not a physical bound: its bandwidth is what good kernels reach in a paged gather,
     and a kernel that gathers a little better is a little faster.
@@ -51,28 +51,21 @@ def floor_us(tree: Tree, heads: HeadConfig, itemsize: int, rates: Rates) -> floa
 
 
 def rates_of(device: torch.device) -> Rates:
-    """Known rates of this GPU, else measured ones; the copy is measured in any case."""
+    """Return known rates of this GPU, else measured ones."""
     if device.type != "cuda":
-        return Rates(50e9, 1e12, None, "nominal CPU")
+        return Rates(50e9, 1e12, "nominal CPU")
     name = torch.cuda.get_device_name(device)
-    copied = _measure_copy(device)
     if name in _KNOWN:
-        return Rates(*_KNOWN[name], copied, f"table for {name}")
-    return Rates(copied, _measure_matmul(device), copied, "measured copy and bf16 matrix product")
-
-
-def _measure_copy(device: torch.device, size: int = 1 << 30) -> float:
-    source = torch.empty(size, dtype=torch.uint8, device=device).random_()
+        return Rates(*_KNOWN[name], f"table for {name}")
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
-    return 2 * size / _median_seconds(lambda: target.copy_(source))
+    copied = 2 * source.nbytes / _median_seconds(lambda: target.copy_(source))
+    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    multiplied = 2 * 8192**3 / _median_seconds(lambda: a @ b)
+    return Rates(copied, multiplied, "measured copy and bf16 matrix product")
 
 
-def _measure_matmul(device: torch.device, n: int = 8192) -> float:
-    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * n**3 / _median_seconds(lambda: a @ b)
-
-
-def _median_seconds(work, repeats: int = 11) -> float:
+def _median_seconds(work: Callable[[], object], repeats: int = 11) -> float:
     times = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -81,4 +74,4 @@ def _median_seconds(work, repeats: int = 11) -> float:
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
-    return sorted(times)[repeats // 2]
+    return statistics.median(times)

@@ -36,7 +36,7 @@ class Judgement:
         self.error_torch = self.error(low)
 
     def error(self, out: torch.Tensor) -> Error:
-        """NaN anywhere in `out` makes the error NaN. Raises ValueError for another shape."""
+        """Measure an output; NaN in it makes the error NaN. Raises ValueError for another shape."""
         if out.shape != self._truth.shape:
             raise ValueError(f"output is {list(out.shape)}, expected {list(self._truth.shape)}")
         difference = out.to(torch.float64) - self._truth
@@ -44,7 +44,7 @@ class Judgement:
         return Error(float(difference.norm() / self._truth.norm()), float(rows.max()))
 
     def problem(self, error: Error) -> str | None:
-        """Why an output with this error is wrong, or None."""
+        """Say why an output with this error is wrong, or return None."""
         limit = self.error_torch
         # Written so that NaN is a problem.
         if not error.norm <= _NORM_FACTOR * limit.norm:
@@ -78,8 +78,8 @@ class Oracle:
         self.error_torch = max(layer.error_torch.norm for layer in self._layers)
 
     def judge(self, outs: list[torch.Tensor], when: str) -> float:
-        """Largest error of the outputs, one [B, Hq, D] a layer. Raises Wrong, which names `when`
-        and the first wrong layer, and ValueError for another shape or number of outputs."""
+        """Return the largest error of the outputs, one [B, Hq, D] per layer. Raises Wrong, naming
+        `when` and the first wrong layer, and ValueError for another shape or number of outputs."""
         pairs = list(zip(self._layers, outs, strict=True))
         errors = [layer.error(out) for layer, out in pairs]
         # NaN is the largest error; max() would pass over it.
@@ -94,7 +94,7 @@ class Oracle:
 def attend(
     case: Case, k: torch.Tensor, v: torch.Tensor, score_dtype: torch.dtype, dtype: torch.dtype
 ) -> torch.Tensor:
-    """[B, Hq, D] in `dtype`: attention of every request of a case, see attend_rows."""
+    """Return attention [B, Hq, D] in `dtype` of every request of a case, see attend_rows."""
     heads, length = case.heads, case.tree.seq_len
     row_bytes = length * heads.num_kv_heads * heads.head_dim * (score_dtype.itemsize + 2) * 2
     chunk = max(1, _CHUNK_BYTES // row_bytes)
@@ -115,7 +115,7 @@ def attend_rows(
     score_dtype: torch.dtype,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Attention of q [b, Hq, D] over slots rows [b, tokens] of k, v [slots, Hkv, D]: scores and
+    """Attend with q [b, Hq, D] to slots rows [b, tokens] of k, v [slots, Hkv, D]: scores and
     softmax in `score_dtype`, probabilities @ V in `dtype`. Returns [b, Hq, D] in `dtype`."""
     rows = rows.long()
     # [b, Hkv, group, D] x [b, Hkv, D, tokens]

@@ -6,9 +6,7 @@ Each leaf is one request; the last level is private and holds the token being de
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -69,18 +67,18 @@ class Tree:
         return self.counts[0] < self.counts[-1]
 
     def parent(self, level: int, node: int) -> int:
-        """Index at level - 1 of the node that `node` of `level` hangs below."""
+        """Return the index at level - 1 of the node that `node` of `level` hangs below."""
         return node * self.counts[level - 1] // self.counts[level]
 
     def node_of_request(self) -> np.ndarray:
-        """int64 [levels, B]: each request's node at each level."""
+        """Return each request's node at each level, int64 [levels, B]."""
         rows = [np.arange(self.batch_size)]
         for level in range(len(self.counts) - 1, 0, -1):
             rows.append(rows[-1] * self.counts[level - 1] // self.counts[level])
         return np.stack(rows[::-1])
 
     def prefix_paths(self) -> list[list[tuple[int, int]]]:
-        """Per request its path as (node_id, length), without the private last level."""
+        """Return each request's path as (node_id, length), without the private last level."""
         first = np.cumsum((0, *self.counts))
         nodes = self.node_of_request()[:-1]
         return [
@@ -93,7 +91,7 @@ class Tree:
 
 
 def parse_tree(text: str) -> Tree:
-    """Raises ValueError that quotes the tree and says what is wrong with it."""
+    """Parse a tree. Raises ValueError that quotes it and says what is wrong with it."""
     halves = text.strip().split("_")
     if len(halves) != 2:
         raise ValueError(f"tree {text!r}: expected COUNTS_LENGTHS, such as 1,4,16_128,256,1024")
@@ -111,19 +109,9 @@ def parse_tree(text: str) -> Tree:
 
 
 def parse_trees(spec: str) -> list[Tree]:
-    """`pat20`, a file with one tree a line (# starts a comment), or trees separated by `;`.
-
-    Raises ValueError for a tree that does not parse, a file without trees and an empty list.
-    """
-    if spec == "pat20":
-        texts = list(PAT20)
-    elif "_" not in spec or os.path.isfile(spec):  # False, too, for a list longer than a file name
-        if not os.path.isfile(spec):
-            raise ValueError(f"trees {spec!r}: neither pat20, nor a file, nor COUNTS_LENGTHS")
-        lines = (line.partition("#")[0].strip() for line in Path(spec).read_text().splitlines())
-        texts = [line for line in lines if line]
-    else:
-        texts = [text for text in spec.split(";") if text.strip()]
+    """Parse `pat20`, or trees separated by `;`. Raises ValueError for a tree that does not parse
+    and an empty list."""
+    texts = PAT20 if spec == "pat20" else [text for text in spec.split(";") if text.strip()]
     if not texts:
         raise ValueError(f"trees {spec!r}: no tree in it")
     return [parse_tree(text) for text in texts]
@@ -142,16 +130,9 @@ class IndexTables:
     req_to_token: np.ndarray
     num_slots: int
 
-    def unused(self) -> np.ndarray:
-        """bool [num_slots]: slots that no request owns."""
-        free = np.ones(self.num_slots, dtype=bool)
-        for slots in self.node_slots:
-            free[slots.ravel()] = False
-        return free
-
 
 def page_problem(tree: Tree, page_size: int) -> str | None:
-    """Why SGLang could not hold this tree at this page size: nodes other than leaves are whole
+    """Say why SGLang could not hold this tree at this page size: nodes other than leaves are whole
     pages there."""
     for length in tree.lengths[:-1]:
         if length % page_size:
@@ -160,7 +141,7 @@ def page_problem(tree: Tree, page_size: int) -> str | None:
 
 
 def build_tables(tree: Tree, page_size: int, rng: np.random.Generator) -> IndexTables:
-    """Slots of every node, permuted by page; page 0 and two more pages stay unused.
+    """Assign slots to every node, permuted by page; page 0 and two more pages stay unused.
 
     Raises ValueError when the tree does not fit the page size.
     """

@@ -14,17 +14,11 @@ import tempfile
 from pathlib import Path
 
 from eval import provenance
-from eval.arguments import amount, several
-from eval.bench_engine.arguments import check_device, dummy_engine
-from eval.bench_trace import summary, trace
-from eval.bench_trace.runner import alternate, warm_up, write_requests
-from eval.engine_process import (
-    EngineError,
-    EngineProcess,
-    backend_arguments,
-    end_on_sigterm,
-    names_prefix,
-)
+from eval.bench_trace import replay_figures, trace, trace_tables
+from eval.bench_trace.replays import alternate, warm_up, write_requests
+from eval.cli_values import amount, device, several
+from eval.dummy_engine import engine_arguments, start
+from eval.engine_process import EngineError, end_on_sigterm
 from eval.model_shapes import SHAPES, write_config
 from sgl_prefix_attn.cli.argument_types import count
 
@@ -47,7 +41,7 @@ def main(argv: list[str]) -> int:
             status = 1
             print(f"stopped after {len(rows)} replays: {error}", file=sys.stderr)
     if rows:
-        print("\n".join(map(summary.text, summary.summarise(rows))))
+        print(trace_tables.markdown(rows, meta["trace"]))
     return status
 
 
@@ -60,51 +54,36 @@ def _run(folder: Path, args, windows: dict[float, trace.Window], meta: dict, row
         )
         for rate, window in windows.items()
     }
+    arguments = engine_arguments(
+        model,
+        device=args.device,
+        page_size=args.page_size,
+        pool_tokens=args.pool_tokens,
+        decode_batches=[b for b in _BATCHES if b < args.max_running] + [args.max_running],
+    )
     with contextlib.ExitStack() as stack:
-        engines = {
-            backend: stack.enter_context(_engine(backend, folder, model, args))
-            for backend in args.backends
-        }
-        for backend, engine in engines.items():
-            print(f"{backend} was up after {engine.start_s} s", flush=True)
+        engines = {}
+        for backend in args.backends:
+            engine = start(stack, backend, folder / backend.replace("/", "-"), arguments)
+            if engine.pool_tokens < arguments["max_total_tokens"]:
+                raise EngineError(
+                    f"{backend} has room for {engine.pool_tokens} KV tokens only: --pool-tokens "
+                    f"{args.pool_tokens} is too much for {len(args.backends)} engines"
+                )
+            engines[backend] = engine
         warm_up(engines, files[max(files)])  # its requests are those of the other rates and more
         for rate, window in windows.items():
             for backend, alternation, timed in alternate(engines, files[rate], args.alternations):
-                row = summary.row(backend, rate, alternation, window, timed)
+                row = replay_figures.row(backend, rate, alternation, window, timed)
                 rows.append(row | {"plugins": engines[backend].plugins})
                 print(_text(row), flush=True)
                 if args.json:
                     provenance.save(args.json, meta, rows)
 
 
-@contextlib.contextmanager
-def _engine(backend: str, folder: Path, model: Path, args):
-    """A started engine; EngineError when its pool is smaller than the others will have."""
-    batches = [b for b in _BATCHES if b < args.max_running] + [args.max_running]
-    arguments = dummy_engine(
-        model,
-        device=args.device,
-        page_size=args.page_size,
-        pool_tokens=args.pool_tokens,
-        decode_batches=batches,
-    )
-    print(f"starting {backend}", flush=True)
-    with EngineProcess(
-        arguments | backend_arguments(backend),
-        folder / backend.replace("/", "-"),
-        product=names_prefix(backend),
-    ) as engine:
-        if engine.pool_tokens < arguments["max_total_tokens"]:
-            raise EngineError(
-                f"{backend} has room for {engine.pool_tokens} KV tokens only: "
-                f"--pool-tokens {args.pool_tokens} is too much for {len(args.backends)} engines"
-            )
-        yield engine
-
-
 def _text(row: dict) -> str:
     times = []
-    for metric in summary.METRICS:
+    for metric in replay_figures.METRICS:
         values = "/".join("-" if v is None else f"{v:.2f}" for v in row[metric].values())
         times.append(f"{metric.removesuffix('_ms').upper()} {values} ms")
     failed = f"; first error: {row['error']}" if row["error"] else ""
@@ -134,10 +113,10 @@ def _parse(argv: list[str]):
         "--pool-tokens", type=count, default=98304, help="KV tokens of each engine; all must fit"
     )
     parser.add_argument("--max-running", type=count, default=64, help="requests of a decode step")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--device", type=device, default="cuda")
     parser.add_argument("--json", metavar="OUT")
     args = parser.parse_args(argv)
-    stock = "flashinfer" if args.device == "cuda" else "torch_native"
+    stock = "flashinfer" if args.device.type == "cuda" else "torch_native"
     args.backends = (args.backends or f"{stock},prefix").split(",")
     if len(set(args.backends)) < len(args.backends):
         parser.error("--backends names one twice")
@@ -149,7 +128,6 @@ def _parse(argv: list[str]):
             rate: trace.window(requests, rate, args.seconds, args.skip, longest)
             for rate in args.rates
         }
-        check_device(args.device)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     return args, windows

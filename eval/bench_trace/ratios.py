@@ -28,7 +28,7 @@ class Ratio(NamedTuple):
 
 
 def ratios(ours: np.ndarray, stock: np.ndarray) -> dict[str, Ratio | None]:
-    """Times [replays, requests], NaN where there is none, as three ratios; None where undefined.
+    """Compare times [replays, requests], NaN where there is none; None where a ratio is undefined.
 
     median  of all requests of all replays, ours over stock's
     each    median over the requests of each one's own ratio, of the medians of its replays

@@ -1,6 +1,6 @@
 """A trace as requests: read, scaled, and a window of it at a wanted rate; pure but for read().
 
-The format is Mooncake's: one JSON object a line with timestamp (ms), input_length, output_length
+The format is Mooncake's: one JSON object per line with timestamp (ms), input_length, output_length
 and hash_ids, one id for each 512 tokens of the prompt. Equal ids stand for equal tokens.
 """
 
@@ -36,7 +36,7 @@ class Window:
 
 
 def read(path: str | Path) -> list[Request]:
-    """The trace in order of arrival. Raises ValueError naming file and line; OSError."""
+    """Read the trace in order of arrival. Raises ValueError naming file and line; OSError."""
     requests = []
     with Path(path).open() as lines:
         for number, line in enumerate(lines, 1):
@@ -67,7 +67,7 @@ def _parse(line: str) -> Request:
 
 
 def scaled_block(factor: float) -> int:
-    """Tokens of a block when lengths are multiplied. Raises ValueError when none is left."""
+    """Return the tokens of a block at this length scale. Raises ValueError when none is left."""
     block = round(BLOCK * factor)
     if block < 1:
         raise ValueError(f"length scale {factor}: must be at least 1/{BLOCK}")
@@ -75,7 +75,7 @@ def scaled_block(factor: float) -> int:
 
 
 def scale(requests: list[Request], factor: float) -> list[Request]:
-    """Lengths times `factor`, at least 1; the hash ids, and so what is shared, stay."""
+    """Multiply lengths by `factor`, to at least 1; the hash ids, and so what is shared, stay."""
     block = scaled_block(factor)
     return [
         replace(
@@ -91,7 +91,7 @@ def scale(requests: list[Request], factor: float) -> list[Request]:
 def window(
     requests: list[Request], rate: float, seconds: float, skip: float, longest: int
 ) -> Window:
-    """The `rate * seconds` requests that follow `skip` seconds of the trace, in `seconds`.
+    """Take the `rate * seconds` requests that follow `skip` seconds of the trace, in `seconds`.
 
     Their arrivals (see spread) are all multiplied by one number, so the mean rate up to the next
     request is `rate` and busy stretches stay busy. A request of more than `longest` tokens, prompt
@@ -119,7 +119,7 @@ def window(
 
 
 def spread(requests: list[Request]) -> list[Request]:
-    """Requests of one timestamp evenly over the time to the next one; those of the last stay.
+    """Spread requests of one timestamp over the time to the next one; those of the last stay.
 
     A recorded time is a rounded one, Mooncake's to 3 s: sent as it stands, ten requests would come
     at once every 3 s, and which of them share a prefill would be left to chance.
@@ -134,7 +134,7 @@ def spread(requests: list[Request]) -> list[Request]:
 
 
 def prompts(requests: tuple[Request, ...], block: int, vocab_size: int) -> list[list[int]]:
-    """Token ids of each prompt; blocks of equal hash id are equal, whenever this is called."""
+    """Return token ids of each prompt; blocks of equal hash id are equal, whenever called."""
     blocks: dict[int, list[int]] = {}
     for hash_id in {h for request in requests for h in request.hashes}:
         rng = np.random.default_rng(hash_id)

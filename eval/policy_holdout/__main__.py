@@ -13,16 +13,11 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from eval import provenance
-from eval.arguments import several
-from eval.policy_holdout import host, judgements, plot, text
-from eval.policy_holdout.holdout import (
-    DTYPES,
-    Holdout,
-    Setup,
-    find_gpu,
-    gpu_meter,
-    summarise,
-)
+from eval.cli_values import several
+from eval.policy_holdout import host, policy_text, scatter
+from eval.policy_holdout.coverage import coverage
+from eval.policy_holdout.holdout import DTYPES, Holdout, Setup, find_gpu, gpu_meter
+from eval.policy_holdout.regret import summarize
 from sgl_prefix_attn.cli.argument_types import count
 
 DEFAULTS = {
@@ -37,24 +32,24 @@ DEFAULTS = {
 
 
 def main(argv: list[str]) -> int:
-    """Exit status 1 only when no batch could be measured."""
+    """Return 1 only when no batch could be measured."""
     parser = _parser()
     args = parser.parse_args(argv)
     given = {name: getattr(args, name) for name in DEFAULTS if getattr(args, name) is not None}
     try:
         stored = provenance.load(args.stored) if args.stored else None
-        setup = _new_setup(given) if stored is None else _stored_setup(stored, args.stored, given)
+        if stored is None:
+            setup = Setup(*find_gpu(), **DEFAULTS | given)
+        else:
+            setup = _stored_setup(stored, args.stored, given)
         holdout = Holdout(setup, args.calibration)
-        sha256 = judgements.sha256(args.calibration, holdout.source.calibration)
-        meta = _meta(argv, holdout, sha256, stored)
-        again = None if stored is None else holdout.judge_again(stored["rows"])
-        seen = args.stored or args.json  # a file that is replaced hands on its judgements too
-        past = judgements.of_file(seen, setup.seeds) if seen else []
+        meta = _meta(argv, holdout, stored)
+        rows = [] if stored is None else holdout.judge_again(stored["rows"])
     except ValueError as error:
         parser.error(str(error))
     print(
         f"{setup.gpu}, {setup.heads} heads, head dim {setup.head_dim}, {setup.dtype}, pages of "
-        f"{setup.page_size}; calibration: {holdout.source.origin}"
+        f"{setup.page_size}; calibration: {meta['calibration']['origin']}"
     )
     if stored is None:
         holdout.planner.warm_up()
@@ -65,29 +60,19 @@ def main(argv: list[str]) -> int:
         if meta["calibration"]["rates"] != meta["measured"]["calibration"]["rates"]:
             print("prefix times are of plans made with other rates than this calibration's")
 
-    def summary_of(rows: list[dict]) -> dict:
-        judged = judgements.add(past, meta, rows, args.note)
-        return summarise(rows, policy_us) | {"judgements": judged}
-
-    def save(rows: list[dict]) -> None:
+    def save(rows: list[dict]) -> dict:
+        summary = summarize(rows) | {"coverage": coverage(rows), "policy_us": policy_us}
         if args.json:
-            provenance.save(args.json, meta, rows, summary=summary_of(rows))
+            provenance.save(args.json, meta, rows, summary=summary)
+        return summary
 
-    if again is None:
+    if stored is None:
         rows = holdout.run(gpu_meter(setup, holdout.planner), save)
-    else:
-        rows = again
-        save(rows)
-    summary = summary_of(rows)
-    print("\n".join(text.lines(rows, summary)))
+    summary = save(rows)
+    print(policy_text.report(rows, summary))
     if args.plot:
-        plot.write(rows, args.plot)
+        scatter.write(rows, args.plot)
     return 0 if summary["all"] else 1
-
-
-def _new_setup(given: dict) -> Setup:
-    gpu, num_sms = find_gpu()
-    return Setup(gpu=gpu, num_sms=num_sms, **(DEFAULTS | given))
 
 
 def _stored_setup(stored: dict, path: str, given: dict) -> Setup:
@@ -99,26 +84,21 @@ def _stored_setup(stored: dict, path: str, given: dict) -> Setup:
     return Setup(**setup)
 
 
-def _meta(argv: list[str], holdout: Holdout, sha256: str, stored: dict | None) -> dict:
-    """Of stored measurements: what they were measured with, and "measured", the meta of the run
-    that made them. Commit and date are always this run's; the command is the measuring one and
-    this run's, which make the result again together."""
+def _meta(argv: list[str], holdout: Holdout, stored: dict | None) -> dict:
+    """Tell where rows come from. Those judged again keep the machine and versions that they were
+    measured with, and "measured", the meta of that run; its command and this run's make the result
+    again together."""
     meta = provenance.collect("eval.policy_holdout", argv)
     if stored is not None:
         before = stored["meta"]
         measured = before.get("measured", before)
         meta |= {name: before[name] for name in ("machine", "gpu", "driver", "versions")}
         meta |= {"measured": measured, "command": f"{measured['command']} && {meta['command']}"}
-    calibration = holdout.source.meta | {"sha256": sha256}
-    return meta | {"setup": asdict(holdout.setup), "calibration": calibration}
+    return meta | {"setup": asdict(holdout.setup), "calibration": holdout.calibration_meta()}
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.policy_holdout",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(prog="python -m eval.policy_holdout", description=__doc__)
     parser.add_argument(
         "--calibration",
         type=Path,
@@ -143,9 +123,6 @@ def _parser() -> argparse.ArgumentParser:
         dest="stored",
         metavar="OUT.json",
         help="judge these measurements again, without a GPU",
-    )
-    parser.add_argument(
-        "--note", help="kept with this judgement: what changed since the batches were last judged"
     )
     return parser
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from sgl_prefix_attn.calibrate.batches import LONGEST, MAX_BATCH, SHORTEST
 
 # Field of a row -> edges: a part is from an edge up to below the next, the last one included.
@@ -13,35 +15,30 @@ PARTS = {
 
 
 def coverage(rows: list[dict]) -> dict:
-    """Measured batches in each part, those in all three ranges, and the names of the others."""
+    """Count the measured batches in each part and in all three ranges; name the others."""
     measured = [row for row in rows if row["error"] is None]
-    outside = [row for row in measured if not is_inside(row)]
+    outside = [
+        row
+        for row in measured
+        if any(not edges[0] <= row[name] <= edges[-1] for name, edges in PARTS.items())
+    ]
     return {
         "inside": len(measured) - len(outside),
         "outside": [
-            {"batch": title(row), **{field: row[field] for field in PARTS}} for row in outside
+            {"batch": title(row), **{name: row[name] for name in PARTS}} for row in outside
         ],
-        "parts": {field: _count(measured, field, edges) for field, edges in PARTS.items()},
+        "parts": {name: _count(measured, name, edges) for name, edges in PARTS.items()},
         "shortest": min((row["min_len"] for row in measured), default=None),
         "longest": max((row["max_len"] for row in measured), default=None),
     }
-
-
-def is_inside(row: dict) -> bool:
-    """Batch size, shared share and mean length are all in range."""
-    return all(edges[0] <= row[field] <= edges[-1] for field, edges in PARTS.items())
 
 
 def title(row: dict) -> str:
     return f"seed {row['seed']} batch {row['index']} {row['name']}"
 
 
-def _count(rows: list[dict], field: str, edges: tuple[float, ...]) -> dict[str, int]:
-    counts = {}
-    for low, high in zip(edges, edges[1:], strict=False):
-        last = high == edges[-1]
-        counts[f"{low:g} to {'' if last else 'below '}{high:g}"] = sum(
-            low <= row[field] and (row[field] <= high if last else row[field] < high)
-            for row in rows
-        )
-    return counts
+def _count(rows: list[dict], name: str, edges: tuple[float, ...]) -> dict[str, int]:
+    counts, _ = np.histogram([row[name] for row in rows], edges)
+    labels = [f"{low:g} to below {high:g}" for low, high in zip(edges, edges[1:], strict=False)]
+    labels[-1] = f"{edges[-2]:g} to {edges[-1]:g}"
+    return dict(zip(labels, counts.tolist(), strict=True))

@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
 
-from eval.policy_holdout import judge, source
-from eval.policy_holdout.coverage import coverage
-from eval.policy_holdout.looks import look
-from eval.policy_holdout.rows import Measured, measure, row
+from eval.policy_holdout.rows import decided, measure
 from sgl_prefix_attn.calibrate.batches import MAX_BATCH, Batch, draw
 from sgl_prefix_attn.cli.calibrate_command import meter_factory, progress_bar
 from sgl_prefix_attn.cli.model_heads import parse_heads
 from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.plan.tile_defaults import gpu_tile_set
+from sgl_prefix_attn.predict import store
 from sgl_prefix_attn.predict.predictor import Predictor
 from sgl_prefix_attn.predict.record import CalibrationKey
 from sgl_prefix_attn.records import HeadConfig
+from sgl_prefix_attn.step.evaluate import evaluate
+from sgl_prefix_attn.step.policy import BatchFacts
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+# Calibrations draw their batches from these (the command's default is 0, shipped ones included).
+CALIBRATION_SEEDS = range(0, 101)
 
 
 @dataclass(frozen=True)
 class Setup:
     """What is measured, `batches` of each seed: the batches can be drawn again from it.
 
-    Raises ValueError that names a bad field.
+    Raises ValueError for heads that are none, and for a seed that is named twice.
     """
 
     gpu: str
@@ -42,11 +44,8 @@ class Setup:
     seeds: list[int]
 
     def __post_init__(self):
-        for name in ("page_size", "pool_tokens", "batches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
-            raise ValueError(f"seeds must be different integers >= 0, got {self.seeds}")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds must differ, got {self.seeds}")
         parse_heads(self.heads)
 
     @property
@@ -61,60 +60,87 @@ class Setup:
 class Holdout:
     """A calibration, and the rows that it makes of measurements.
 
-    Raises ValueError for a calibration that cannot be used, or that has seen one of the seeds.
+    The calibration is that of a file, or the one that a server would use. Raises ValueError for one
+    that cannot be used, or that has seen one of the seeds.
     """
 
-    def __init__(self, setup: Setup, calibration: Path | None):
+    def __init__(self, setup: Setup, path: Path | None):
         self.setup = setup
-        self.source = source.find(calibration, setup.key, setup.num_sms)
-        self.source.refuse(setup.seeds)
-        self.predictor = Predictor(self.source.calibration)
+        if path is not None:
+            self.calibration, self._origin = store.load(path, setup.key), str(path)
+        else:
+            found = store.find(setup.key, setup.num_sms)
+            self.calibration, self._origin = found.calibration, found.message
+        for seed in setup.seeds:
+            if seed in CALIBRATION_SEEDS or seed == self.calibration_seed:
+                raise ValueError(
+                    f"seed {seed} is not held out: {CALIBRATION_SEEDS[0]} to "
+                    f"{CALIBRATION_SEEDS[-1]} are for calibrations, and this one was made with "
+                    f"seed {self.calibration_seed}"
+                )
+        self.predictor = Predictor(self.calibration)
         self.planner = Planner(
             setup.key.heads,
             tile_set=gpu_tile_set(setup.num_sms, setup.key.heads),
-            costs=self.source.calibration.costs,
+            costs=self.calibration.costs,
         )
 
-    def run(self, meter, save: Callable[[list[dict]], None]) -> list[dict]:
+    @property
+    def calibration_seed(self) -> int | None:
+        """The seed of the batches behind the calibration, None where nothing was measured."""
+        return self.calibration.origin and self.calibration.origin.seed
+
+    def calibration_meta(self) -> dict:
+        """Say about the calibration what a result file does."""
+        found = self.calibration
+        return {
+            "origin": self._origin,
+            "source": found.source,
+            "seed": self.calibration_seed,
+            "samples": found.samples,
+            "errors": found.errors,
+            "versions": found.versions,
+            "rates": asdict(found.rates),
+        }
+
+    def run(self, meter, save: Callable[[list[dict]], object]) -> list[dict]:
         """Measure and judge every seed; save(rows so far) after each."""
         rows = []
         with progress_bar(Console(stderr=True)) as progress:
             bar = progress.add_task("", total=self.setup.batches * len(self.setup.seeds))
             for seed in self.setup.seeds:
                 progress.update(bar, description=f"seed {seed}")
-                measured = []
-                for one in measure(seed, self.setup.draw(seed), meter):
-                    measured.append(one)
+                batches, measured = self.setup.draw(seed), []
+                for row in measure(seed, batches, meter):
+                    measured.append(row)
                     progress.advance(bar)
-                rows += self._rows(seed, measured)
+                rows += [self._judge(row, batches[row["index"]]) for row in measured]
                 save(rows)
         return rows
 
     def judge_again(self, stored: list[dict]) -> list[dict]:
-        """New rows from the measurements in stored ones. Raises ValueError if their batches are
-        drawn otherwise today."""
-        measured = [Measured.from_row(entry) for entry in stored]
+        """Make new rows from the measurements in stored ones. Raises ValueError if their batches
+        are drawn otherwise today."""
+        batches = {seed: self.setup.draw(seed) for seed in {row["seed"] for row in stored}}
         rows = []
-        for seed in dict.fromkeys(one.seed for one in measured):
-            rows += self._rows(seed, [one for one in measured if one.seed == seed])
+        for row in stored:
+            batch = batches[row["seed"]][row["index"]]
+            change = batch.change_since(row["batch_size"], row["tokens"])
+            if change is not None:
+                raise ValueError(
+                    f"batch {row['index']} of seed {row['seed']} {change}: measure again"
+                )
+            rows.append(self._judge(row, batch))
         return rows
 
-    def _rows(self, seed: int, measured: list[Measured]) -> list[dict]:
-        batches = self.setup.draw(seed)
-        rows = []
-        for one in measured:
-            batch = batches[one.index]
-            one.check(batch)
-            rows.append(row(batch, one, look(self.predictor, self.planner, batch.paths)))
-        return rows
-
-
-def summarise(rows: list[dict], policy_us: dict | None) -> dict:
-    return judge.summarise(rows) | {"coverage": coverage(rows), "policy_us": policy_us}
+    def _judge(self, row: dict, batch: Batch) -> dict:
+        # As a server's first step: nothing ran before, and the batch fills its graph.
+        first = evaluate(batch.paths, BatchFacts(), self.planner, self.predictor)
+        return row | decided(first.decision)
 
 
 def find_gpu() -> tuple[str, int]:
-    """Name and multiprocessors. Raises ValueError without a GPU."""
+    """Return the GPU's name and number of multiprocessors. Raises ValueError without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -124,5 +150,5 @@ def find_gpu() -> tuple[str, int]:
 
 
 def gpu_meter(setup: Setup, planner: Planner):
-    """calibration.measure.BatchMeter for the setup, on the first GPU."""
+    """Make the calibration's BatchMeter for the setup, on the first GPU."""
     return meter_factory(setup.key, setup.pool_tokens)(planner, MAX_BATCH)

@@ -3,15 +3,16 @@
 import json
 import os
 import subprocess
+from types import SimpleNamespace
 
 import numpy as np
 import orjson
 import pytest
 import torch
 
-from eval import bench_plan, bench_stages, provenance, report
+from eval import bench_plan, bench_stages, report, sanitize
 from eval.bench_engine import __main__ as bench_engine
-from eval.bench_engine import host_times, runner
+from eval.bench_engine import decode_times, host_times
 from eval.bench_engine.workloads import NAMED, parse_workloads
 from eval.bench_kernel import __main__ as bench_kernel
 from eval.bench_trace import __main__ as bench_trace
@@ -22,26 +23,23 @@ from eval.engine_process import (
     backend_arguments,
     environment,
     names_prefix,
-    plugin_names,
     uses_prefix,
-)
+)  # fmt: skip
 from eval.engine_worker import MARK
 from eval.model_shapes import write_config
+from eval.policy_holdout import __main__ as policy_holdout
+from eval.tune import __main__ as tune
 from sgl_prefix_attn.api.argument_checks import lengths, path_table
 from sgl_prefix_attn.kernels import layout as L
+from sgl_prefix_attn.paths.radix import read_paths
 from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.plan.tile_defaults import default_tile_set
 from sgl_prefix_attn.records import HeadConfig
 
 COMMANDS = (
-    bench_kernel,
-    bench_plan,
-    bench_stages,
-    bench_engine,
-    bench_trace,
-    compare_outputs,
-    report,
-)
+    bench_kernel, bench_plan, bench_stages, bench_engine, bench_trace, compare_outputs,
+    policy_holdout, report, sanitize, tune,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda module: module.__name__)
@@ -51,50 +49,65 @@ def test_help(command, capsys):
     assert stop.value.code == 0 and "python -m eval." in capsys.readouterr().out
 
 
+ON_CPU = ["--device", "cpu"]
+
+
 @pytest.mark.parametrize(
-    ("command", "argv"),
+    ("command", "argv", "says"),
     [
-        (bench_kernel, ["--heads", "32/8,32"]),
-        (bench_stages, ["--device", "cpu"]),
-        (bench_stages, ["--device", "cpu", "--trees", "1_"]),
-        (bench_stages, ["--device", "cpu", "--heads", "5/2"]),
-        (bench_engine, ["--workloads", "nope"]),
-        (bench_engine, ["--new-tokens", "64,32"]),
-        (bench_engine, ["--model-shape", "nope"]),
-        (compare_outputs, ["--scenarios", "nope"]),
-        (compare_outputs, ["--page-size", "x"]),
-        (compare_outputs, ["--fault", "nope"]),
-        (bench_plan, ["--strategy", "nope"]),
-        (bench_trace, []),
-        (bench_trace, ["--trace", "nowhere.jsonl"]),
-        (bench_trace, ["--trace", "nowhere.jsonl", "--backends", "fa3,fa3"]),
-        (bench_trace, ["--trace", "nowhere.jsonl", "--alternations", "0"]),
-        (report, ["x.json", "--check"]),
+        (bench_kernel, [*ON_CPU, "--heads", "32/8,32"], "heads"),
+        (bench_kernel, [*ON_CPU, "--heads", "5/2"], "must be a multiple"),
+        (bench_kernel, [*ON_CPU, "--trees", "1_"], "'1_'"),
+        (bench_kernel, [*ON_CPU, "--page-size", "0"], "--page-size"),
+        (bench_kernel, [*ON_CPU, "--providers", "nope"], "'nope'"),
+        (bench_kernel, [*ON_CPU, "--providers", "prefix:nope"], "'prefix:nope'"),
+        (bench_kernel, ["--device", "nope"], "--device"),
+        (bench_stages, ON_CPU, "NVIDIA GPU"),
+        (bench_stages, [*ON_CPU, "--trees", "1_"], "'1_'"),
+        (bench_stages, [*ON_CPU, "--heads", "5/2"], "must be a multiple"),
+        (bench_engine, [*ON_CPU, "--workloads", "nope"], "'nope'"),
+        (bench_engine, [*ON_CPU, "--new-tokens", "64,32"], "--new-tokens"),
+        (bench_engine, [*ON_CPU, "--model-shape", "nope"], "--model-shape"),
+        (compare_outputs, ON_CPU, "what"),
+        (compare_outputs, ["layers", *ON_CPU, "--page-size", "x"], "--page-size"),
+        (compare_outputs, ["layers", *ON_CPU, "--fault", "nope"], "--fault"),
+        (compare_outputs, ["layers", *ON_CPU, "--layers", "2"], "three layers"),
+        (compare_outputs, ["layers", *ON_CPU, "--scenarios", "nope"], "'nope'"),
+        (compare_outputs, ["layers", *ON_CPU, "--backends=a", "--fault=drop_node"], "is prefix"),
+        (bench_plan, ["--strategy", "nope"], "--strategy"),
+        (bench_trace, ON_CPU, "--trace"),
+        (bench_trace, [*ON_CPU, "--trace", "nowhere.jsonl"], "nowhere.jsonl"),
+        (bench_trace, [*ON_CPU, "--trace", "x", "--backends", "fa3,fa3"], "--backends"),
+        (bench_trace, [*ON_CPU, "--trace", "x", "--alternations", "0"], "--alternations"),
+        (bench_trace, ["--seconds=0"], "--seconds: must be above 0 and finite, got 0"),
+        (bench_trace, ["--seconds=nan"], "--seconds: must be above 0 and finite, got nan"),
+        (bench_trace, ["--seconds=inf"], "--seconds: must be above 0 and finite, got inf"),
+        (bench_trace, ["--seconds=x"], "--seconds: 'x' is no number"),
+        (bench_plan, ["--batches=1,,2"], "--batches: '' is no integer"),
+        (bench_plan, ["--batches=1.5"], "--batches: '1.5' is no integer"),
+        (bench_plan, ["--batches=16,-1"], "--batches: must be at least 1, got -1"),
+        (report, ["x.json", "--check"], "--readme"),
     ],
 )
-def test_bad_arguments_end_with_usage(command, argv, capsys):
+def test_bad_arguments_end_with_usage(command, argv, says, capsys):
     with pytest.raises(SystemExit) as stop:
         command.main(argv)
-    assert stop.value.code == 2 and "error:" in capsys.readouterr().err
+    assert stop.value.code == 2 and says in capsys.readouterr().err.split("error:")[1]
 
 
 @pytest.mark.parametrize(
     ("command", "argv"),
     [
-        (bench_engine, []),
-        (bench_trace, ["--trace", "a.jsonl"]),
-        (bench_kernel, ["--device", "cuda"]),
-        (bench_stages, []),
+        (bench_engine, []), (bench_trace, ["--trace", "a.jsonl"]), (bench_stages, []),
+        (bench_kernel, ["--device", "cuda"]), (compare_outputs, ["layers"]),
     ],
-)
+)  # fmt: skip
 def test_a_missing_gpu_is_said_before_anything_starts(command, argv, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(bench_trace.trace, "read", lambda path: [])
-    monkeypatch.setattr(bench_trace.trace, "window", lambda *args: None)
     with pytest.raises(SystemExit) as stop:
         command.main(argv)
     assert stop.value.code == 2
-    assert "error: --device cuda: torch " in capsys.readouterr().err
+    assert "error: argument --device: torch " in capsys.readouterr().err
 
 
 def test_bench_stages_leaves_out_the_words_of_other_stages():
@@ -134,13 +147,10 @@ def test_bench_plan_prints_and_writes_medians(tmp_path, capsys):
 
 def test_bench_plan_requests_hang_below_the_tree():
     tree = bench_plan.tree_of(64, 4)
-    assert tree.counts == (1, 4, 16, 64)
+    assert tree.counts == (1, 4, 16, 64) and bench_plan.tree_of(7, 1).counts == (7,)
     reqs = bench_plan.fake_requests(tree)
-    for req in reqs:
-        length, node = 0, req.last_node
-        while node.parent is not None:
-            length, node = length + len(node.value), node.parent
-        assert length == req.cache_protected_len
+    paths = read_paths(reqs, bench_plan.RadixCache(), np.full(64, tree.seq_len + 1))
+    assert paths.length.size == sum(tree.counts) and np.bincount(paths.leaf).max() == 1
     assert reqs[0].last_node.parent is reqs[3].last_node.parent
     assert reqs[3].last_node.parent is not reqs[4].last_node.parent
 
@@ -157,28 +167,21 @@ def test_workloads():
             parse_workloads(text)
 
 
-def test_tpot_is_the_slope_of_medians():
-    samples = runner.Samples(short=[1.0, 1.2, 9.0], long=[3.0, 3.2, 3.4])
-    assert runner.tpot_ms(samples, (64, 256)) == pytest.approx((3.2 - 1.2) / 192 * 1e3)
-    assert runner.each_tpot_ms(samples, (64, 256))[0] == pytest.approx(2 / 192 * 1e3)
-
-
 def test_engines_alternate_in_both_orders():
     calls = []
 
-    class Engine:
-        def __init__(self, name):
-            self.name = name
-
-        def ask(self, op, ids, new_tokens):
-            calls.append((self.name, new_tokens))
+    def engine(name):
+        def ask(op, ids, new_tokens):
+            calls.append((name, new_tokens))
             return {"seconds": new_tokens / 1000}
 
-    engines = {name: Engine(name) for name in ("a", "b")}
+        return SimpleNamespace(ask=ask)
+
+    engines = {name: engine(name) for name in ("a", "b")}
     (workload,) = parse_workloads("2x8+4")
-    samples = runner.alternate(engines, workload, 1024, (2, 6), 2, lambda text: None)
+    samples = decode_times.alternate(engines, workload, 1024, (2, 6), 2, lambda text: None)
     assert [name for name, count in calls if count == 6] == ["a", "b", "b", "a"]
-    assert runner.tpot_ms(samples["a"], (2, 6)) == pytest.approx(1.0)
+    assert decode_times.tpot_ms(samples["a"], (2, 6)) == pytest.approx(1.0)
 
 
 def test_host_times_counts_since_an_earlier_read(tmp_path):
@@ -196,21 +199,16 @@ def test_host_times_counts_since_an_earlier_read(tmp_path):
     assert host_times.read(path, before | {"steady_steps": 89})["steady_us"] is None
 
 
-def test_backend_names():
+def test_names_of_backends_and_of_model_shapes(tmp_path):
+    config = json.loads((write_config(tmp_path, "llama3.1-8b") / "config.json").read_text())
+    assert config["hidden_size"] == 4096 and config["num_key_value_heads"] == 8
     assert backend_arguments("fa3") == {"attention_backend": "fa3"}
     assert backend_arguments("fa3/prefix") == {
         "prefill_attention_backend": "fa3",
         "decode_attention_backend": "prefix",
     }
     assert uses_prefix("prefix") and uses_prefix("fa3/prefix") and not uses_prefix("prefix/fa3")
-
-
-def test_only_engines_of_our_backend_load_our_plugin_on_a_gpu():
     assert names_prefix("prefix/fa3") and names_prefix("fa3/prefix") and not names_prefix("fa3")
-    both = ["eval_plugin", "prefix_attn"]
-    assert plugin_names(product=True, evaluation=True) == both
-    assert plugin_names(product=False, evaluation=True) == ["eval_plugin"]
-    assert plugin_names(product=False, evaluation=False) == []
 
 
 def test_environment_of_an_engine(tmp_path):
@@ -224,13 +222,6 @@ def test_environment_of_an_engine(tmp_path):
     env = environment({}, tmp_path, ["prefix_attn"], on_cpu=True)
     assert env["SGL_PREFIX_ATTN_CPU_PLATFORM"] == "1" and env["PYTHONPATH"] == str(tmp_path)
     assert env["SGLANG_PLUGINS"] == "prefix_attn,prefix_attn_cpu"
-
-
-def test_the_plugins_named_to_engines_are_the_project_s(tmp_path):
-    text = (provenance.ROOT / "pyproject.toml").read_text()
-    env = environment({}, tmp_path, plugin_names(product=True, evaluation=False), on_cpu=True)
-    for name in env["SGLANG_PLUGINS"].split(","):
-        assert f'\n{name} = "sgl_prefix_attn.' in text
 
 
 @pytest.mark.parametrize(
@@ -263,21 +254,12 @@ def test_an_engine_with_other_plugins_is_refused(tmp_path, monkeypatch):
         assert (engine.pool_tokens, engine.plugins) == (64, ["prefix_attn"])
 
 
-def test_engine_rows_have_each_alternation_of_both_backends():
+def test_engine_rows_have_the_slope_of_medians_and_each_alternation():
     args = bench_engine._parse(["--device", "cpu"])[0]
-    samples = runner.Samples(short=[1.0, 1.0, 1.0], long=[2.0, 2.2, 2.4])
-    base = runner.Samples(short=[1.0, 1.0, 1.0], long=[3.0, 3.4, 3.8])
+    samples = decode_times.Samples(short=[1.0, 1.0, 9.0], long=[2.0, 2.2, 11.4])
+    base = decode_times.Samples(short=[1.0, 1.0, 1.0], long=[3.0, 3.4, 3.8])
     row = bench_engine._row("prefix", NAMED["one"], args, samples, (64, 164), base)
-    assert row["alternations"] == 3 and row["ratio"] == pytest.approx(0.5)
-    assert row["each_tpot_ms"] == pytest.approx([10, 12, 14])
+    assert (row["alternations"], row["tpot_ms"]) == (3, pytest.approx(1.2 * 10))
+    assert row["ratio"] == pytest.approx(0.5)
+    assert row["each_tpot_ms"] == pytest.approx([10, 12, 24])
     assert row["baseline_each_tpot_ms"] == pytest.approx([20, 24, 28])
-    itself = bench_engine._row(args.baseline, NAMED["one"], args, base, (64, 164), base)
-    assert itself["ratio"] == 1 and itself["baseline_each_tpot_ms"] == itself["each_tpot_ms"]
-
-
-def test_model_config_has_the_shape(tmp_path):
-    folder = write_config(tmp_path / "model", "llama3.1-8b")
-    config = json.loads((folder / "config.json").read_text())
-    assert config["hidden_size"] == 4096 and config["num_key_value_heads"] == 8
-    with pytest.raises(ValueError, match="nope"):
-        write_config(tmp_path, "nope")

@@ -3,13 +3,16 @@
 import asyncio
 import json
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from eval import engine_worker
-from eval.bench_trace import runner, summary, trace
+from eval.bench_trace import replay_figures, replays, trace
 from eval.bench_trace.ratios import ratios
+from eval.bench_trace.replay_figures import place
+from eval.bench_trace.trace_tables import metric_cells, ratio_cells
 
 LINE = {"timestamp": 0, "input_length": 700, "output_length": 20, "hash_ids": [0, 1]}
 
@@ -34,14 +37,10 @@ def test_a_trace_is_read_in_order_of_arrival(tmp_path):
 @pytest.mark.parametrize(
     "bad",
     [
-        {"timestamp": 1},
-        LINE | {"hash_ids": [0]},
-        LINE | {"hash_ids": ["a", "b"]},
-        LINE | {"output_length": 0},
-        LINE | {"timestamp": "x"},
-        [],
+        {"timestamp": 1}, LINE | {"hash_ids": [0]}, LINE | {"hash_ids": ["a", "b"]},
+        LINE | {"output_length": 0}, LINE | {"timestamp": "x"}, [],
     ],
-)
+)  # fmt: skip
 def test_a_bad_line_is_named(tmp_path, bad):
     with pytest.raises(ValueError, match=r"trace\.jsonl, line 2: expected"):
         trace.read(write(tmp_path, [LINE, bad]))
@@ -86,11 +85,13 @@ def test_long_requests_are_left_out_and_counted():
         trace.window(requests, rate=1.0, seconds=3.0, skip=0.0, longest=103)
 
 
-def test_windows_that_cannot_be():
-    with pytest.raises(ValueError, match="all at once"):
-        trace.window([request(0.0)] * 5, 1.0, 2.0, 0.0, 1000)
-    with pytest.raises(ValueError, match="not one request"):
-        trace.window([request(0.0), request(1.0)], 0.1, 1.0, 0.0, 1000)
+@pytest.mark.parametrize(
+    ("times", "rate", "says"),
+    [([0.0] * 5, 1.0, "all at once"), ([0.0, 1.0], 0.1, "not one request")],
+)
+def test_windows_that_cannot_be(times, rate, says):
+    with pytest.raises(ValueError, match=says):
+        trace.window([request(at) for at in times], rate, 2.0, 0.0, 1000)
 
 
 def test_prompts_share_what_the_hashes_share():
@@ -102,32 +103,29 @@ def test_prompts_share_what_the_hashes_share():
     assert all(128 <= token < 1024 for token in one + two)
 
 
-class Engine:
-    def __init__(self, name, asked):
-        self.name, self.asked = name, asked
-
-    def ask(self, op, path):
-        with open(path) as file:
-            self.asked.append((self.name, op, json.load(file)))
-        return {"requests": [self.name]}
-
-
 def test_engines_replay_the_same_file_in_both_orders(tmp_path):
     asked = []
-    engines = {name: Engine(name, asked) for name in "abc"}
+
+    def engine(name):
+        def ask(op, path):
+            asked.append((name, op, json.loads(Path(path).read_text())))
+            return {"requests": [name]}
+
+        return types.SimpleNamespace(ask=ask)
+
+    engines = {name: engine(name) for name in "abc"}
     window = trace.Window((request(0.0, 10), request(1.5, 12, 3)), 0)
-    path = runner.write_requests(tmp_path / "1.json", window, 16, 1024)
-    runner.warm_up(engines, path)
-    assert [(name, len(requests)) for name, _, requests in asked] == [("a", 2), ("b", 2), ("c", 2)]
-    del asked[:]
-    replays = list(runner.alternate(engines, path, 2))
-    assert [replay[:2] for replay in replays] == [
-        ("a", 0), ("b", 0), ("c", 0), ("c", 1), ("b", 1), ("a", 1)
-    ]  # fmt: skip
-    assert replays[-1][2] == ["a"]
-    assert all(entry[1:] == asked[0][1:] for entry in asked)
-    sent = asked[0][2]
-    assert [(r["at"], len(r["ids"]), r["new_tokens"]) for r in sent] == [(0.0, 10, 4), (1.5, 12, 3)]
+    path = replays.write_requests(tmp_path / "1.json", window, 16, 1024)
+    replays.warm_up(engines, path)
+    assert [name for name, *_ in asked] == ["a", "b", "c"]
+    replayed = list(replays.alternate(engines, path, 2))
+    assert replayed == [
+        (name, i, [name]) for i, order in enumerate(("abc", "cba")) for name in order
+    ]
+    assert {op for _, op, _ in asked} == {"replay"} and len(asked) == 9
+    for _, _, sent in asked:
+        lengths = [(r["at"], len(r["ids"]), r["new_tokens"]) for r in sent]
+        assert lengths == [(0.0, 10, 4), (1.5, 12, 3)] and sent == asked[0][2]
 
 
 def timed(sent, first, last, tokens, error=None):
@@ -137,16 +135,15 @@ def timed(sent, first, last, tokens, error=None):
 
 
 def test_figures_of_a_replay():
-    window = trace.Window(
-        (request(0.0, 10, 5), request(1.0, 20, 1), request(2.0, 30, 3), request(3.0, 40, 3)), 7
-    )
+    sizes = ((0.0, 10, 5), (1.0, 20, 1), (2.0, 30, 3), (3.0, 40, 3))
+    window = trace.Window(tuple(request(*size) for size in sizes), 7)
     answer = [
         timed(0.001, 0.5, 0.9, 5),
         timed(1.003, 1.1, 1.1, 1),  # one token: no TPOT
         timed(2.0, 2.9, 9.0, 2),  # cut short
         timed(3.0, None, None, 0, "refused"),
     ]
-    row = summary.row("prefix", 1.0, 0, window, answer)
+    row = replay_figures.row("prefix", 1.0, 0, window, answer)
     assert (row["sent"], row["completed"], row["skipped"]) == (4, 2, 7)
     assert row["ttft_ms"]["median"] == pytest.approx(300)
     assert row["ttft_ms"]["p90"] == pytest.approx(460)
@@ -161,14 +158,13 @@ def test_figures_of_a_replay():
 
 
 def test_figures_when_nothing_completes():
-    window = trace.Window((request(0.0),), 0)
-    row = summary.row("prefix", 1.0, 0, window, [timed(0.0, None, None, 0, "refused")])
+    refused = timed(0.0, None, None, 0, "refused")
+    row = replay_figures.row("prefix", 1.0, 0, trace.Window((request(0.0),), 0), [refused])
     assert row["completed"] == 0 and row["achieved_rate"] == 0.0
     assert row["ttft_ms"] == {"median": None, "p90": None, "p99": None}
     assert row["each"] == {"ttft_ms": [None], "tpot_ms": [None]}
-    (entry,) = summary.summarise([row])
-    assert entry["ttft_ms"]["median"] is None and entry["ttft_ms"]["p99_is"] is None
-    assert "TTFT median -, p99 -" in summary.text(entry)
+    figures = replay_figures.summarize([row])[0]["ttft_ms"]
+    assert figures["p99_is"] is None and metric_cells(figures) == ("-", "-")
 
 
 def replay(backend, rate, median, p99):
@@ -185,19 +181,23 @@ def test_summary_compares_with_the_first_backend_at_the_same_rate():
     rows = []
     for median, p99 in ((10.0, 30.0), (12.0, 50.0), (11.0, 40.0)):
         rows += [
-            replay("stock", 1.0, median, p99),
-            replay("ours", 1.0, 2 * median, p99 + 11),
-            replay("low", 1.0, median, p99 - 11),
-            replay("stock", 2.0, 100.0, 300.0),
-        ]
-    entries = {(e["rate"], e["backend"]): e["ttft_ms"] for e in summary.summarise(rows)}
+            replay("stock", 1.0, median, p99), replay("ours", 1.0, 2 * median, p99 + 11),
+            replay("low", 1.0, median, p99 - 11), replay("stock", 2.0, 100.0, 300.0),
+        ]  # fmt: skip
+    entries = {(e["rate"], e["backend"]): e["ttft_ms"] for e in replay_figures.summarize(rows)}
     ours = entries[1.0, "ours"]
     assert ours["ratios"]["median"].value == pytest.approx(2.0)
     assert ours["stock_p99"] == [30.0, 50.0]
     assert (ours["p99"], ours["p99_is"]) == (51.0, "above")
     assert entries[1.0, "low"]["p99_is"] == "below"
+    # The ends of a range are inside.
+    assert [place(v, 1.0, 2.0) for v in (0.9, 1.0, 2.0, 2.1)] == ["below", *["inside"] * 2, "above"]
     assert entries[1.0, "stock"]["p99_is"] == "inside"
     assert entries[2.0, "stock"]["ratios"] is None
+    # A rate that stock did not replay has no ratio.
+    figures = replay_figures.summarize([rows[0], replay("ours", 9.0, 1.0, 1.0)])[1]["ttft_ms"]
+    assert figures["median"] == 1.0 and metric_cells(figures) == ("1.00 ms", "1.0 ms")
+    assert figures["ratios"] is None and ratio_cells(figures) == ("-", "-", "-")
 
 
 def test_the_median_is_of_all_requests_of_all_replays():
@@ -205,11 +205,13 @@ def test_the_median_is_of_all_requests_of_all_replays():
     rows = [replay("stock", 1.0, 10.0, 30.0) for _ in range(3)]
     for row, each in zip(rows, ([1.0, 2.0, 9.0], [3.0, 8.0, 9.0], [3.0, 8.0, 9.0]), strict=True):
         row["each"]["ttft_ms"] = each
-    (entry,) = summary.summarise(rows)
+    (entry,) = replay_figures.summarize(rows)
     assert entry["ttft_ms"]["median"] == 8.0
     rows[0]["each"]["ttft_ms"] = [1.0, 2.0, 2.5]
-    (entry,) = summary.summarise(rows)
+    rows[1] |= {"input_tokens": 300, "cached_tokens": 180, "sent": 2}
+    (entry,) = replay_figures.summarize(rows)
     assert entry["ttft_ms"]["median"] == 3.0
+    assert entry["cached_share"] == pytest.approx(220 / 500) and entry["least_sent"] == 2
 
 
 def test_each_request_is_paired_with_its_own_times_on_stock():
@@ -219,22 +221,14 @@ def test_each_request_is_paired_with_its_own_times_on_stock():
         rows += [replay("stock", 1.0, 1.0, 1.0), replay("ours", 1.0, 1.0, 1.0)]
         rows[-2]["each"]["ttft_ms"] = [100.0, 200.0, 300.0 * slow, 50.0]
         rows[-1]["each"]["ttft_ms"] = [102.0 * slow, 206.0, 303.0, None]
-    ours = summary.summarise(rows)[1]
+    ours = replay_figures.summarize(rows)[1]
     assert ours["ttft_ms"]["ratios"]["each"].value == pytest.approx(1.02)  # of 1.02, 1.03, 1.01
     assert ours["ttft_ms"]["ratios"]["median"].value == pytest.approx(206 / 150)
-    assert "TTFT ratios: median 1.373 (" in summary.text(ours)
-    assert "each request's 1.020 (" in summary.text(ours)
+    median, each, _ = ratio_cells(ours["ttft_ms"])
+    assert median.startswith("1.373 (") and each.startswith("1.020 (")
 
 
-def test_a_rate_that_stock_did_not_replay_has_no_ratio():
-    rows = [replay("stock", 1.0, 1.0, 1.0), replay("ours", 2.0, 1.0, 1.0)]
-    figures = summary.summarise(rows)[1]["ttft_ms"]
-    assert (figures["median"], figures["ratios"]) == (1.0, None)
-    assert summary.cells(figures) == ("1.00 ms", "1.0 ms")
-    assert summary.ratio_cells(figures) == ("-", "-", "-")
-
-
-def replays(rng, factor, noise, count=5, requests=40):
+def noisy(rng, factor, noise, count=5, requests=40):
     """Times [replays, requests] of 50 to 300 ms times `factor`, each with noise of its own."""
     times = np.linspace(50, 300, requests) * factor
     return times * (1 + noise * rng.standard_normal((count, requests)))
@@ -243,18 +237,15 @@ def replays(rng, factor, noise, count=5, requests=40):
 def test_the_interval_holds_the_true_ratio_and_grows_with_the_noise():
     rng = np.random.default_rng(5)
     quiet, loud = (
-        ratios(replays(rng, 1.1, noise), replays(rng, 1.0, noise)) for noise in (0.001, 0.05)
+        ratios(noisy(rng, 1.1, noise), noisy(rng, 1.0, noise)) for noise in (0.001, 0.05)
     )
     for name in ("median", "each", "p99"):
         low, high = quiet[name].interval
         assert 1.09 < low < 1.1 < high < 1.11, name
         wide = loud[name].interval
         assert wide[0] < 1.1 < wide[1] and wide[1] - wide[0] > 5 * (high - low), name
-
-
-def test_a_slow_replay_widens_the_interval_not_the_ratio_of_each_request():
-    rng = np.random.default_rng(6)
-    ours, stock = replays(rng, 1.0, 0.001), replays(rng, 1.0, 0.001)
+    # A slow replay widens the interval, not the ratio of each request.
+    ours, stock = noisy(rng, 1.0, 0.001), noisy(rng, 1.0, 0.001)
     ours[3:] *= 1.5
     each = ratios(ours, stock)["each"]
     assert each.value == pytest.approx(1.0, abs=0.01) and each.interval[1] > 1.4
@@ -270,20 +261,6 @@ def test_what_a_ratio_needs():
     assert nothing == {"median": None, "each": None, "p99": None}
     # A replay of which nothing completed is left out.
     assert str(ratios(np.array([[np.nan, np.nan], [2.0, 8.0]]), b)["p99"]) == "2.000"
-
-
-def test_summary_has_the_share_of_prompt_tokens_from_the_cache():
-    rows = [replay("stock", 1.0, 1.0, 1.0), replay("stock", 1.0, 1.0, 1.0)]
-    rows[1] |= {"input_tokens": 300, "cached_tokens": 180, "sent": 2}
-    (entry,) = summary.summarise(rows)
-    assert entry["cached_share"] == pytest.approx(0.5) and entry["least_sent"] == 2
-    assert "50.0 % of the prompt tokens from the cache" in summary.text(entry)
-
-
-def test_the_ends_of_a_range_are_inside():
-    assert [summary.place(v, 1.0, 2.0) for v in (0.9, 1.0, 2.0, 2.1)] == [
-        "below", "inside", "inside", "above"
-    ]  # fmt: skip
 
 
 class Manager:
@@ -305,30 +282,29 @@ class Manager:
             yield {"output_ids": [0] * count, "meta_info": {"cached_tokens": 6}}
 
 
-def test_requests_are_sent_in_time_from_an_empty_cache(monkeypatch):
+def send(manager, requests, monkeypatch):
     monkeypatch.setattr(engine_worker, "_greedy", lambda request: request)
-    engine = types.SimpleNamespace(tokenizer_manager=Manager())
+    engine = types.SimpleNamespace(tokenizer_manager=manager)
+    return asyncio.run(engine_worker._all_timed(engine, requests))
+
+
+def test_requests_are_sent_in_time_from_an_empty_cache(monkeypatch):
     requests = [{"name": name, "at": at} for name, at in (("a", 0.0), ("b", 0.1), ("refused", 0.2))]
-    a, b, refused = asyncio.run(engine_worker._all_timed(engine, requests))
-    assert engine.tokenizer_manager.events == ["flush", "a", "b", "refused"]
-    for answer, at in ((a, 0.0), (b, 0.1), (refused, 0.2)):
-        assert answer["sent"] >= at
+    manager = Manager()
+    a, b, refused = send(manager, requests, monkeypatch)
+    assert manager.events == ["flush", "a", "b", "refused"]
+    assert a["sent"] >= 0.0 and b["sent"] >= 0.1 and refused["sent"] >= 0.2
     assert a["sent"] < a["first"] < a["last"] and (a["tokens"], a["cached"]) == (2, 6)
     assert refused["error"] == "too long" and refused["first"] is None
 
 
 def test_requests_of_one_time_are_sent_in_their_order(monkeypatch):
-    monkeypatch.setattr(engine_worker, "_greedy", lambda request: request)
-    engine = types.SimpleNamespace(tokenizer_manager=Manager())
-    names = [str(i) for i in range(50)]
-    answers = asyncio.run(
-        engine_worker._all_timed(engine, [{"name": name, "at": 0.05} for name in names])
-    )
-    assert engine.tokenizer_manager.events == ["flush", *names]
+    manager, names = Manager(), [str(i) for i in range(50)]
+    answers = send(manager, [{"name": name, "at": 0.05} for name in names], monkeypatch)
+    assert manager.events == ["flush", *names]
     assert [answer["tokens"] for answer in answers] == [2] * 50
 
 
-def test_a_cache_that_is_not_flushed_is_an_error():
-    engine = types.SimpleNamespace(tokenizer_manager=Manager(flushes=False))
+def test_a_cache_that_is_not_flushed_is_an_error(monkeypatch):
     with pytest.raises(RuntimeError, match="not flushed: busy"):
-        asyncio.run(engine_worker._all_timed(engine, []))
+        send(Manager(flushes=False), [], monkeypatch)

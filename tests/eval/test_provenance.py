@@ -9,7 +9,8 @@ from eval import provenance
 
 def git(folder, *args):
     identity = ["-c", "user.name=n", "-c", "user.email=e"]
-    subprocess.run(["git", "-C", folder, *identity, *args], check=True, capture_output=True)
+    command = ["git", "-C", folder, *identity, *args]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 @pytest.fixture
@@ -34,9 +35,7 @@ def test_a_checkout_is_its_commit_and_whether_it_was_changed(peer):
     git(peer, "init", "-q")
     git(peer, "add", "-A")
     git(peer, "commit", "-q", "-m", "all")
-    head = subprocess.run(
-        ["git", "-C", peer, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    head = git(peer, "rev-parse", "HEAD")
     clean = provenance.sources(peer)
     assert (clean["commit"], clean["dirty"], clean["num_files"]) == (head, False, 3)
     (peer / "csrc/k.cu").write_text("patched")

@@ -57,6 +57,19 @@ def files(tmp_path):
     return [str(kernels), str(engines)], readme
 
 
+@pytest.fixture
+def printed(tmp_path, capsys):
+    """What the command prints about rows."""
+
+    def call(rows, **meta):
+        path = tmp_path / "result.json"
+        provenance.save(path, META | meta, rows)
+        assert report.main([str(path)]) == 0
+        return capsys.readouterr().out
+
+    return call
+
+
 def test_tables_and_sources(files, capsys):
     results, _ = files
     assert report.main(results) == 0
@@ -71,30 +84,22 @@ def test_tables_and_sources(files, capsys):
     assert "| 64 | 8192 + 256 | 1 | 9.00 ms (0.600) | 15.00 ms (1.000) |" in text
 
 
-def test_kernel_tables_tell_the_spread_and_the_trees_in_common(tmp_path, capsys):
+def test_kernel_tables_tell_the_spread_and_the_trees_in_common(printed):
     rows = [*KERNELS, kernel_row("prefix", 30.0, tree="1,4_8,8"),
             kernel_row("flashinfer", 30.0, tree="1,4_8,8")]  # fmt: skip
     rows[0] = rows[0] | {"us_rounds": [18.0, 20.0, 21.0]}
-    path = tmp_path / "kernels.json"
-    provenance.save(path, META, rows)
-    assert report.main([str(path)]) == 0
-    text = capsys.readouterr().out
+    text = printed(rows)
     common = "2.00 (1 trees) | 5.00 (1 trees) | 2.50 (1 trees) |"
     assert f"| geometric mean of time / floor, trees that all ran |  | {common}" in text
     assert "median of 3 rounds in which all took turns" in text
     assert "2.0 % in the median, at most 15.0 %" in text
-    provenance.save(path, META, [row | {"us_rounds": None} for row in rows])
-    assert report.main([str(path)]) == 0
-    assert "rounds" not in capsys.readouterr().out
+    assert "rounds" not in printed([row | {"us_rounds": None} for row in rows])
 
 
-def test_peers_from_a_folder_are_named_with_their_sources(tmp_path, capsys):
-    path = tmp_path / "kernels.json"
-    provenance.save(path, META | {"peers": PEERS}, KERNELS)
-    assert report.main([str(path)]) == 0
+def test_peers_from_a_folder_are_named_with_their_sources(printed):
     fasttree = "fasttree ffffffffffff with local changes (sources sha256 abababababab)"
     pat = "pat (sources sha256 cdcdcdcdcdcd)"
-    assert f"torch 2.11.0; {fasttree}; {pat}; commit abc123;" in capsys.readouterr().out
+    assert f"torch 2.11.0; {fasttree}; {pat}; commit abc123;" in printed(KERNELS, peers=PEERS)
 
 
 def test_round_trip_and_check(files, capsys):
@@ -121,17 +126,14 @@ def trace_row(backend, alternation, ttft, p99, sent=10):
     }  # fmt: skip
 
 
-def test_the_table_of_a_trace(tmp_path, capsys):
+def test_the_table_of_a_trace(printed):
     rows = [
         trace_row("flashinfer", 0, 100.0, 300.0),
         trace_row("prefix", 0, 99.0, 350.0),
         trace_row("flashinfer", 1, 102.0, 320.0),
         trace_row("prefix", 1, 103.0, 352.0),
     ]
-    path = tmp_path / "trace.json"
-    provenance.save(path, META | {"trace": "conversation.jsonl"}, rows)
-    assert report.main([str(path)]) == 0
-    text = capsys.readouterr().out
+    text = printed(rows, trace="conversation.jsonl")
     assert "`conversation.jsonl`, replayed" in text and "of 2 replays" in text
     stock = "101.00 ms | 310.0 ms (inside 300.0 to 320.0)"
     ours = "101.00 ms | 351.0 ms (above 300.0 to 320.0)"
@@ -144,11 +146,9 @@ def test_the_table_of_a_trace(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("sent", "few"), [(100, True), (101, False)])
-def test_p99_is_a_percentile_above_100_requests(tmp_path, capsys, sent, few):
-    path = tmp_path / "trace.json"
-    provenance.save(path, META | {"trace": "t"}, [trace_row("prefix", 0, 1.0, 3.0, sent)])
-    assert report.main([str(path)]) == 0
-    assert ("the two slowest" in capsys.readouterr().out) == few
+def test_p99_is_a_percentile_above_100_requests(printed, sent, few):
+    text = printed([trace_row("prefix", 0, 1.0, 3.0, sent)], trace="t")
+    assert ("the two slowest" in text) == few
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from eval.bench_kernel.providers.base import Provider
+from functools import partial
+
 from eval.bench_kernel.providers.fa3 import FlashAttention3
 from eval.bench_kernel.providers.fasttree import FastTree
 from eval.bench_kernel.providers.flashinfer_batch import FlashInferBatch
@@ -11,45 +12,31 @@ from eval.bench_kernel.providers.flashinfer_decode import FlashInferDecode
 from eval.bench_kernel.providers.pat import Pat
 from eval.bench_kernel.providers.plain_torch import PlainTorch
 from eval.bench_kernel.providers.prefix import Prefix
+from eval.bench_kernel.providers.provider import Provider
 
-NAMES = ("prefix", "flashinfer", "fa3", "batchattn", "cascade", "fasttree", "pat", "torch")
 STOCK = ("flashinfer", "fa3", "batchattn", "cascade")
-STRATEGIES = ("calibrated", "pat", "naive", "query", "compute")
+STRATEGIES = ("calibrated", "pat", "naive", "query", "compute")  # of this library's planner
 
 
 def make_providers(
-    names: list[str],
-    strategies: list[str],
-    fasttree_path: str | None = None,
-    pat_path: str | None = None,
+    names: list[str], fasttree_path: str | None = None, pat_path: str | None = None
 ) -> list[Provider]:
-    """Providers in the given order; `prefix` stands for one of each strategy, `prefix:STRATEGY`
-    for that one.
+    """Make providers in the given order; `prefix:STRATEGY` is `prefix` with another strategy.
 
     Raises ValueError for a name or a strategy that does not exist.
     """
     make = {
+        "prefix": Prefix,
+        **{f"prefix:{strategy}": partial(Prefix, strategy) for strategy in STRATEGIES},
         "flashinfer": FlashInferDecode,
         "fa3": FlashAttention3,
         "batchattn": FlashInferBatch,
         "cascade": FlashInferCascade,
-        "fasttree": lambda: FastTree(fasttree_path),
-        "pat": lambda: Pat(pat_path),
+        "fasttree": partial(FastTree, fasttree_path),
+        "pat": partial(Pat, pat_path),
         "torch": PlainTorch,
     }
-    providers: list[Provider] = []
     for name in names:
-        base, _, strategy = name.partition(":")
-        if base == "prefix":
-            providers += [Prefix(_strategy(s)) for s in ([strategy] if strategy else strategies)]
-        elif name in make:
-            providers.append(make[name]())
-        else:
-            raise ValueError(f"provider {name!r}: known are {', '.join(NAMES)}, prefix:STRATEGY")
-    return providers
-
-
-def _strategy(name: str) -> str:
-    if name not in STRATEGIES:
-        raise ValueError(f"strategy {name!r}: known are {', '.join(STRATEGIES)}")
-    return name
+        if name not in make:
+            raise ValueError(f"provider {name!r}: known are {', '.join(make)}")
+    return [make[name]() for name in names]

@@ -1,6 +1,6 @@
 """SGLang's FlashAttention-3 build, called as SGLang 0.5.17's backend does for decode: `fa3`.
 
-Its scheduler metadata is computed once a step, into memory that the captured graph reads, and
+Its scheduler metadata is computed once per step, into memory that the captured graph reads, and
 passed to every layer's call. One difference remains: SGLang captures with a page table as wide as
 the model's context; here it is as wide as the longest request, and FA3 bounds its splits by it.
 """
@@ -10,21 +10,7 @@ from __future__ import annotations
 import torch
 
 from eval.bench_kernel.case import Case
-from eval.bench_kernel.providers.base import BaseProvider
-
-
-class FlashAttention3(BaseProvider):
-    name = "fa3"
-    module = "sgl_kernel.flash_attn"
-
-    def available(self) -> str | None:
-        reason = super().available()
-        if reason is None and torch.cuda.get_device_capability()[0] != 9:
-            return "needs a Hopper GPU"
-        return reason
-
-    def prepare(self, case: Case) -> FlashAttention3Runnable:
-        return FlashAttention3Runnable(case)
+from eval.bench_kernel.providers.provider import Provider
 
 
 class FlashAttention3Runnable:
@@ -41,7 +27,7 @@ class FlashAttention3Runnable:
         self._metadata = self._schedule()
 
     def plan(self) -> None:
-        """What SGLang prepares a step: the page table and the scheduler metadata, in place."""
+        """Prepare a step as SGLang does: the page table and the scheduler metadata, in place."""
         self._page_table.copy_(self._pages())
         self._metadata.copy_(self._schedule())
 
@@ -49,7 +35,7 @@ class FlashAttention3Runnable:
         return self._case.pages(self._case.req_to_token)
 
     def _schedule(self) -> torch.Tensor:
-        """int32: which tiles and KV splits FA3 runs; the same for every layer."""
+        """Compute, as int32, which tiles and KV splits FA3 runs; the same for every layer."""
         case = self._case
         return self._get_scheduler_metadata(
             batch_size=case.tree.batch_size,
@@ -82,3 +68,15 @@ class FlashAttention3Runnable:
             num_splits=0,
             scheduler_metadata=self._metadata,
         )
+
+
+class FlashAttention3(Provider):
+    name = "fa3"
+    module = "sgl_kernel.flash_attn"
+    runnable = FlashAttention3Runnable
+
+    def available(self) -> str | None:
+        reason = super().available()
+        if reason is None and torch.cuda.get_device_capability()[0] != 9:
+            return "needs a Hopper GPU"
+        return reason

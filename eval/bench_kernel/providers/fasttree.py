@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 
 from eval.bench_kernel.case import Case
-from eval.bench_kernel.providers.base import BaseProvider, Unsupported
+from eval.bench_kernel.providers.provider import Provider, Unsupported
 
 _SOURCE = "kernel_bench/fasttree.py"
 # The artifact's own settings (kernel_bench/benchmark.py): query tiles by GQA group size.
@@ -23,7 +23,7 @@ _PARALLELISM = ([132, 528], [132, 132])
 _COSTS = (0.66, 0.33, 0.1)
 
 
-class FastTree(BaseProvider):
+class FastTree(Provider):
     name = "fasttree"
 
     def __init__(self, path: str | None):
@@ -66,9 +66,7 @@ class FastTreeRunnable:
                 nodes,
                 offsets,
                 case.tree.batch_size,
-                case.heads.num_qo_heads,
-                case.heads.num_kv_heads,
-                case.heads.head_dim,
+                *case.head_sizes,
                 list(_KV_SPLITS),
                 *[list(x) for x in _PARALLELISM],
                 params,
@@ -104,7 +102,7 @@ def _load(path: Path) -> ModuleType:
 
 
 def _tree_info(case: Case) -> tuple[list[SimpleNamespace], list[int]]:
-    """Nodes in level order with the fields that FastTree reads, and offsets of their KV."""
+    """Return nodes in level order with the fields that FastTree reads, and their KV offsets."""
     tree = case.tree
     first = [sum(tree.counts[:level]) for level in range(len(tree.counts) + 1)]
     nodes, offsets = [], [0]

@@ -5,15 +5,7 @@ from __future__ import annotations
 import torch
 
 from eval.bench_kernel.case import Case
-from eval.bench_kernel.providers.base import BaseProvider
-
-
-class FlashInferBatch(BaseProvider):
-    name = "batchattn"
-    module = "flashinfer"
-
-    def prepare(self, case: Case) -> FlashInferBatchRunnable:
-        return FlashInferBatchRunnable(case)
+from eval.bench_kernel.providers.provider import Provider
 
 
 class FlashInferBatchRunnable:
@@ -37,9 +29,7 @@ class FlashInferBatchRunnable:
             self._kv_indptr,
             self._indices,
             case.seq_lens,
-            case.heads.num_qo_heads,
-            case.heads.num_kv_heads,
-            case.heads.head_dim,
+            *case.head_sizes,
             case.heads.head_dim,
             case.page_size,
             causal=False,
@@ -49,5 +39,10 @@ class FlashInferBatchRunnable:
 
     def run(self, layer: int) -> torch.Tensor:
         case = self._case
-        kv_cache = (case.paged(case.k[layer]), case.paged(case.v[layer]))
-        return self._wrapper.run(case.q, kv_cache, out=self._out[layer])[0]
+        return self._wrapper.run(case.q, case.kv(layer), out=self._out[layer])[0]
+
+
+class FlashInferBatch(Provider):
+    name = "batchattn"
+    module = "flashinfer"
+    runnable = FlashInferBatchRunnable

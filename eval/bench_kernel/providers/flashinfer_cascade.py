@@ -1,4 +1,4 @@
-"""FlashInfer's MultiLevelCascadeAttentionWrapper, one level of the tree a level: `cascade`."""
+"""FlashInfer's MultiLevelCascadeAttentionWrapper, with a level for each of the tree: `cascade`."""
 
 from __future__ import annotations
 
@@ -6,18 +6,10 @@ import numpy as np
 import torch
 
 from eval.bench_kernel.case import Case
-from eval.bench_kernel.providers.base import BaseProvider
+from eval.bench_kernel.providers.provider import Provider
 
 _FLOAT_WORKSPACE_BYTES = 256 << 20
 _INT_WORKSPACE_BYTES = 8 << 20
-
-
-class FlashInferCascade(BaseProvider):
-    name = "cascade"
-    module = "flashinfer"
-
-    def prepare(self, case: Case) -> FlashInferCascadeRunnable:
-        return FlashInferCascadeRunnable(case)
 
 
 class FlashInferCascadeRunnable:
@@ -51,9 +43,7 @@ class FlashInferCascadeRunnable:
             kv_indptr,
             kv_indices,
             last_len,
-            case.heads.num_qo_heads,
-            case.heads.num_kv_heads,
-            case.heads.head_dim,
+            *case.head_sizes,
             case.page_size,
             q_data_type=case.dtype,
             kv_data_type=case.dtype,
@@ -61,11 +51,17 @@ class FlashInferCascadeRunnable:
 
     def run(self, layer: int) -> torch.Tensor:
         case = self._case
-        return self._wrapper.run(case.q, (case.paged(case.k[layer]), case.paged(case.v[layer])))
+        return self._wrapper.run(case.q, case.kv(layer))
+
+
+class FlashInferCascade(Provider):
+    name = "cascade"
+    module = "flashinfer"
+    runnable = FlashInferCascadeRunnable
 
 
 def _level_tables(case: Case, level: int) -> tuple[torch.Tensor, ...]:
-    """qo_indptr, kv_indptr, kv_indices and last page lengths (int32, on the device) of a level."""
+    """Return qo_indptr, kv_indptr, kv_indices and last page lengths (int32, on the device)."""
     count = case.tree.counts[level]
     pages = case.pages(case.node_slots[level])
     # Requests below a node are consecutive: offsets are where the node changes.

@@ -5,18 +5,10 @@ from __future__ import annotations
 import torch
 
 from eval.bench_kernel.case import Case
-from eval.bench_kernel.providers.base import BaseProvider
+from eval.bench_kernel.providers.provider import Provider
 from sgl_prefix_attn.calibrate.measure import tensor_cores
 
 _WORKSPACE_BYTES = 2 << 30
-
-
-class FlashInferDecode(BaseProvider):
-    name = "flashinfer"
-    module = "flashinfer"
-
-    def prepare(self, case: Case) -> FlashInferDecodeRunnable:
-        return FlashInferDecodeRunnable(case)
 
 
 class FlashInferDecodeRunnable:
@@ -50,9 +42,7 @@ class FlashInferDecodeRunnable:
             self._indptr,
             self._indices,
             self._last_len,
-            case.heads.num_qo_heads,
-            case.heads.num_kv_heads,
-            case.heads.head_dim,
+            *case.head_sizes,
             case.page_size,
             q_data_type=case.dtype,
             kv_data_type=case.dtype,
@@ -60,5 +50,10 @@ class FlashInferDecodeRunnable:
 
     def run(self, layer: int) -> torch.Tensor:
         case = self._case
-        kv_cache = (case.paged(case.k[layer]), case.paged(case.v[layer]))
-        return self._wrapper.run(case.q, kv_cache, out=self._out[layer])
+        return self._wrapper.run(case.q, case.kv(layer), out=self._out[layer])
+
+
+class FlashInferDecode(Provider):
+    name = "flashinfer"
+    module = "flashinfer"
+    runnable = FlashInferDecodeRunnable

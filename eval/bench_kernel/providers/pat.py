@@ -9,15 +9,15 @@ from pathlib import Path
 import torch
 
 from eval.bench_kernel.case import DTYPES, Case
-from eval.bench_kernel.providers.base import BaseProvider, Unsupported
+from eval.bench_kernel.providers.provider import Provider, Unsupported
 
 _PAGE_SIZE = 32
 _LAUNCHER = "csrc/pat_fwd_launch_template.h"
 
 
-class Pat(BaseProvider):
-    """As released PAT launches on streams that it creates a call: such a build runs eagerly. One
-    patched to fork from torch's current stream is captured like everything else."""
+class Pat(Provider):
+    """As released PAT launches on streams that it creates in each call: such a build runs eagerly.
+    One patched to fork from torch's current stream is captured like everything else."""
 
     name = "pat"
 
@@ -42,7 +42,7 @@ class Pat(BaseProvider):
         return None
 
     def page_size(self, requested: int) -> int:
-        """Pages of 32 and more work; a page of 1 or 16 would be refused."""
+        """Return at least 32: a page of 1 or 16 would be refused."""
         return max(_PAGE_SIZE, requested)
 
     def prepare(self, case: Case) -> PatRunnable:

@@ -6,16 +6,7 @@ import torch
 
 from eval.bench_kernel.case import Case
 from eval.bench_kernel.oracle import attend
-from eval.bench_kernel.providers.base import BaseProvider
-
-
-class PlainTorch(BaseProvider):
-    name = "torch"
-    module = "torch"
-    needs_cuda = False
-
-    def prepare(self, case: Case) -> PlainTorchRunnable:
-        return PlainTorchRunnable(case)
+from eval.bench_kernel.providers.provider import Provider
 
 
 class PlainTorchRunnable:
@@ -23,8 +14,15 @@ class PlainTorchRunnable:
         self._case = case
 
     def plan(self) -> None:
-        """Nothing to plan."""
+        """Do nothing."""
 
     def run(self, layer: int) -> torch.Tensor:
         case = self._case
         return attend(case, case.k[layer], case.v[layer], torch.float32, case.dtype)
+
+
+class PlainTorch(Provider):
+    name = "torch"
+    module = "torch"
+    needs_cuda = False
+    runnable = PlainTorchRunnable

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from eval.bench_kernel.case import Case
-from eval.bench_kernel.providers.base import BaseProvider
+from eval.bench_kernel.providers.provider import Provider
 
 
-class Prefix(BaseProvider):
+class Prefix(Provider):
     module = "sgl_prefix_attn"
     needs_cuda = False
 
@@ -26,9 +26,7 @@ class PrefixRunnable:
 
         self._case = case
         self._wrapper = PrefixDecodeWrapper(
-            case.heads.num_qo_heads,
-            case.heads.num_kv_heads,
-            case.heads.head_dim,
+            *case.head_sizes,
             page_size=case.page_size,
             device=case.device,
             dtype=case.dtype,

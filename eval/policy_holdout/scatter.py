@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from eval.policy_holdout.judge import WORST_REGRET, regret
+from eval.policy_holdout.regret import WORST_REGRET, regret
 
 
 def write(rows: list[dict], path: str) -> None:
-    """Needs matplotlib. Rows with an error are left out."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
+    """Draw the rows without an error into a file."""
+    from matplotlib import ticker
+    from matplotlib.figure import Figure
 
     rows = [row for row in rows if row["error"] is None]
-    figure, panels = pyplot.subplots(1, 3, figsize=(18, 5), layout="constrained")
+    figure = Figure(figsize=(18, 5), layout="constrained")
+    panels = figure.subplots(1, 3)
     for kernels, panel in zip(("stock", "prefix"), panels, strict=False):
         for shared, marker in ((False, "x"), (True, ".")):
             some = [row for row in rows if (row["unique"] < row["tokens"]) == shared]
@@ -25,7 +24,7 @@ def write(rows: list[dict], path: str) -> None:
             )
         panel.set_xscale("log")
         panel.xaxis.set_minor_formatter(ticker.NullFormatter())
-        panel.set_xlabel("measured microseconds a layer")
+        panel.set_xlabel("measured microseconds per layer")
         panel.set_title(f"{kernels} kernels: predicted / measured")
         panel.axhline(1, color="black", linewidth=0.8)
         panel.legend()
@@ -42,4 +41,3 @@ def write(rows: list[dict], path: str) -> None:
     panels[2].set_title("regret: chosen / faster")
     panels[2].legend()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable
+from statistics import geometric_mean
 
 from eval.bench_kernel.providers import STOCK
 from eval.bench_kernel.trees import parse_tree
@@ -13,7 +13,7 @@ Key = tuple[str, int, int, str]  # heads, head_dim, page_size, dtype
 
 
 def group(rows: Iterable[dict]) -> dict[Key, dict[str, dict[str, dict]]]:
-    """(heads, head_dim, page_size, dtype) -> tree -> provider -> row, in the rows' order."""
+    """Return (heads, head_dim, page_size, dtype) -> tree -> provider -> row, in order."""
     groups: dict = defaultdict(lambda: defaultdict(dict))
     for row in rows:
         key = (row["heads"], row["head_dim"], row["page_size"], row["dtype"])
@@ -26,30 +26,23 @@ def is_ours(provider: str) -> bool:
 
 
 def best_us(rows: dict[str, dict], among: Iterable[str]) -> float | None:
-    """Fastest correct time of the named providers on one tree, None if there is none."""
+    """Return the fastest correct time of the named providers on one tree, None without one."""
     times = [rows[name]["us"] for name in among if name in rows and rows[name]["status"] == "ok"]
     return min(times, default=None)
 
 
-def peers(rows: dict[str, dict]) -> list[str]:
-    """Providers that are neither this library nor plain torch."""
-    return [name for name in rows if not is_ours(name) and name != "torch"]
-
-
 def ratio_to_peer(rows: dict[str, dict], provider: str) -> float | None:
-    """Best peer's time over the provider's: above 1, the provider is faster."""
-    other = best_us(rows, [name for name in peers(rows) if name != provider])
+    """Return the best peer's time over the provider's: above 1, the provider is faster. Peers are
+    neither this library nor plain torch."""
+    peers = [name for name in rows if not is_ours(name) and name not in ("torch", provider)]
+    other = best_us(rows, peers)
     own = best_us(rows, [provider])
     return None if own is None or other is None else other / own
 
 
-def geometric_mean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
-
-
 def means(trees: dict[str, dict[str, dict]]) -> list[dict]:
-    """Per provider (and the best stock peer) the geometric means of time / floor over the trees
-    that it ran on: all, those with sharing, and those in common, that every provider ran on.
+    """Return for each provider, and the best stock peer, the geometric means of time / floor over
+    the trees that it ran on: all, those with sharing, and those in common, that all ran on.
 
     {"provider", "all", "num_all", "sharing", "num_sharing", "common", "num_common"}; a number of
     trees stands beside each mean: only means over the same trees compare.
@@ -70,7 +63,7 @@ def means(trees: dict[str, dict[str, dict]]) -> list[dict]:
 
 
 def _over_floor(trees: dict[str, dict[str, dict]], among: Iterable[str]) -> dict[str, float]:
-    """tree -> best time / floor of the named providers, without the trees that none ran on."""
+    """Return tree -> best time / floor of the named providers, for the trees that one ran on."""
     best = {tree: best_us(rows, among) for tree, rows in trees.items()}
     return {
         tree: us / next(iter(trees[tree].values()))["floor_us"]
@@ -84,22 +77,12 @@ def _mean(name: str, values: list[float]) -> dict:
 
 
 def spread(row: dict) -> float:
-    """(slowest - fastest) / median of a row's rounds."""
+    """Return (slowest - fastest) / median of a row's rounds."""
     return (max(row["us_rounds"]) - min(row["us_rounds"])) / row["us"]
 
 
-def slower_than_stock(trees: dict[str, dict[str, dict]], provider: str = "prefix") -> list[str]:
-    """Trees with sharing on which the provider is slower than the best stock peer."""
-    slower = []
-    for tree, rows in trees.items():
-        own, stock = best_us(rows, [provider]), best_us(rows, STOCK)
-        if parse_tree(tree).has_sharing and own is not None and stock is not None and own > stock:
-            slower.append(tree)
-    return slower
-
-
 def text_row(rows: dict[str, dict], row: dict) -> str:
-    """One line of the running output."""
+    """Format one line of the running output."""
     head = f"  {row['provider']:<16}"
     if row["status"] != "ok":
         return head + row["status"]
@@ -113,21 +96,3 @@ def text_row(rows: dict[str, dict], row: dict) -> str:
         + (f"  page {row['run_page_size']}" if row["run_page_size"] else "")
         + ("  eager" if row["timing"] == "eager" else "")
     )
-
-
-def text_means(trees: dict[str, dict[str, dict]]) -> str:
-    lines = ["geometric mean of time / floor (trees)"]
-    for entry in means(trees):
-        sharing, common = (
-            "-" if entry[field] is None else f"{entry[field]:.2f}"
-            for field in ("sharing", "common")
-        )
-        lines.append(
-            f"  {entry['provider']:<16} all {entry['all']:6.2f} ({entry['num_all']})   "
-            f"with sharing {sharing:>6} ({entry['num_sharing']})   "
-            f"that all ran {common:>6} ({entry['num_common']})"
-        )
-    slower = slower_than_stock(trees)
-    if slower:
-        lines.append(f"  slower than the best stock peer with sharing: {', '.join(slower)}")
-    return "\n".join(lines)

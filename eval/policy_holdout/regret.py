@@ -1,16 +1,16 @@
-"""What the rows say about the policy; pure functions. Times are microseconds a layer.
+"""What the rows say about the policy; pure functions. Times are in microseconds per layer.
 
 Regret is the time of the chosen kernels over the time of the faster ones, both measured.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from statistics import geometric_mean
 
 import numpy as np
 
-from eval.bench_kernel.summary import geometric_mean
 from sgl_prefix_attn.calibrate.fit import log_rms
 
 WORST_REGRET = 1.10
@@ -31,27 +31,23 @@ def regret(row: dict) -> float:
     return chosen_us(row) / min(row["stock_us"], row["prefix_us"])
 
 
-def is_slower(row: dict) -> bool:
-    """Slower than stock kernels by more than any batch may be."""
-    return _exceeds(row, SLOWER)
-
-
-def is_unshared_slower(row: dict) -> bool:
-    """Nothing is shared, and it is slower by more than such a batch may be."""
-    return _is_unshared(row) and _exceeds(row, SLOWER_UNSHARED)
-
-
-def _is_unshared(row: dict) -> bool:
+def is_unshared(row: dict) -> bool:
     return row["unique"] == row["tokens"]
 
 
-def _exceeds(row: dict, limit: tuple[float, float]) -> bool:
+def is_slower(row: dict, limit: tuple[float, float] = SLOWER) -> bool:
+    """Tell whether the choice is slower than stock kernels by more than any batch may be."""
     share, us = limit
     return chosen_us(row) - row["stock_us"] > max(share * row["stock_us"], us)
 
 
+def is_unshared_slower(row: dict) -> bool:
+    """Tell whether nothing is shared and the choice is slower by more than it may be then."""
+    return is_unshared(row) and is_slower(row, SLOWER_UNSHARED)
+
+
 def faults(row: dict) -> list[str]:
-    """Everything that is wrong with a row's choice, or its error."""
+    """List everything that is wrong with a row's choice, or its error."""
     if row["error"] is not None:
         return [row["error"]]
     found = []
@@ -63,8 +59,8 @@ def faults(row: dict) -> list[str]:
     return found
 
 
-def summarise(rows: list[dict]) -> dict:
-    """Figures of all measured rows, of each seed and family, their intervals, and of prediction.
+def summarize(rows: list[dict]) -> dict:
+    """Return figures of all measured rows, of each seed and family, intervals, and of prediction.
 
     Rows with an error count as failed and nowhere else; without any other row "all" is None.
     """
@@ -79,7 +75,6 @@ def summarise(rows: list[dict]) -> dict:
         "families": _by(measured, lambda row: row["name"]),
         "sharing": _by(measured, lambda row: row["name"].partition("/")[2]),
         "decisions": dict(Counter(f"{row['variant']}:{row['reason']}" for row in measured)),
-        "decided_without_plan": sum(not row["planned"] for row in measured),
         "prediction": {
             kernels: _quality(
                 np.array([row[f"predicted_{kernels}_us"] for row in measured]),
@@ -92,7 +87,7 @@ def summarise(rows: list[dict]) -> dict:
 
 
 def figures(rows: list[dict]) -> dict[str, float]:
-    """Of rows that were measured, at least one."""
+    """Judge the choices of measured rows, at least one."""
     regrets = [regret(row) for row in rows]
     best = [min(row["stock_us"], row["prefix_us"]) for row in rows]
     chosen = [chosen_us(row) for row in rows]
@@ -113,8 +108,8 @@ def figures(rows: list[dict]) -> dict[str, float]:
 
 
 def over_seeds(seeds: list[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Geometric mean of every ratio over seeds, and its confidence interval (Student's t of the
-    logarithms); empty for fewer than two seeds."""
+    """Return the geometric mean of every ratio over seeds and its confidence interval (Student's t
+    of the logarithms); empty for fewer than two seeds."""
     if len(seeds) < 2:
         return {}
     from scipy.stats import t
@@ -130,33 +125,34 @@ def over_seeds(seeds: list[dict[str, float]]) -> dict[str, dict[str, float]]:
 
 
 def shares(rows: list[dict]) -> dict[str, dict[str, float]]:
-    """Batches beyond each limit, of how many that it is for, and the confidence interval of their
-    share (Wilson's: neither below 0 nor empty for none). A limit for no batch is left out."""
+    """Count the batches beyond each limit, those that it is for, and give the confidence interval
+    of their share (Wilson's: neither below 0 nor empty for none). A limit for no batch is left
+    out."""
     from scipy.stats import binomtest
 
-    regrets = [regret(row) for row in rows]
-    unshared = [row for row in rows if _is_unshared(row)]
-    counts = {f"above_{limit:.2f}": (sum(r > limit for r in regrets), len(rows)) for limit in ABOVE}
-    counts["slower"] = sum(map(is_slower, rows)), len(rows)
-    counts["unshared_slower"] = sum(map(is_unshared_slower, unshared)), len(unshared)
+    limits = {f"above_{limit:.2f}": limit for limit in ABOVE}
+    beyond = {name: [regret(row) > limit for row in rows] for name, limit in limits.items()}
+    beyond["slower"] = [is_slower(row) for row in rows]
+    beyond["unshared_slower"] = [is_unshared_slower(row) for row in rows if is_unshared(row)]
     result = {}
-    for name, (batches, of) in counts.items():
-        if of:
-            interval = binomtest(batches, of).proportion_ci(CONFIDENCE, method="wilson")
+    for name, found in beyond.items():
+        if found:
+            count, of = sum(found), len(found)
+            interval = binomtest(count, of).proportion_ci(CONFIDENCE, method="wilson")
             ends = {"low": float(interval.low), "high": float(interval.high)}
-            result[name] = {"batches": batches, "of": of, **ends}
+            result[name] = {"batches": count, "of": of, **ends}
     return result
 
 
 def _by(rows: list[dict], key: Callable[[dict], str]) -> dict[str, dict[str, float]]:
-    groups: dict[str, list[dict]] = {}
+    groups: dict[str, list[dict]] = defaultdict(list)
     for row in rows:
-        groups.setdefault(key(row), []).append(row)
+        groups[key(row)].append(row)
     return {name: figures(group) for name, group in groups.items()}
 
 
 def _quality(predicted: np.ndarray, measured: np.ndarray) -> dict:
-    """Of predicted / measured: rms of its logarithm, and percentiles."""
+    """Return the rms of the logarithm of predicted / measured, and percentiles of the ratio."""
     values = np.percentile(predicted / measured, PERCENTILES)
     return {
         "rms": log_rms(predicted, measured),

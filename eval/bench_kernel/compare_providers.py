@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -12,7 +12,7 @@ from eval.bench_kernel.candidate import Candidate
 from eval.bench_kernel.case import Case, build_case, num_pools
 from eval.bench_kernel.floor import Rates, floor_us, kv_bytes
 from eval.bench_kernel.oracle import Oracle, Wrong
-from eval.bench_kernel.providers.base import Provider, Unsupported
+from eval.bench_kernel.providers.provider import Provider, Unsupported
 from eval.bench_kernel.trees import Tree, page_problem
 from sgl_prefix_attn.records import HeadConfig
 
@@ -29,7 +29,7 @@ class DeviceLost(RuntimeError):
 class Row:
     """One line of the result file; us, us_rounds and plan_us only where status is "ok".
 
-    us          microseconds a layer, median over the rounds; us_rounds has each round's median
+    us          microseconds per layer, median over the rounds; us_rounds has each round's median
     plan_us     microseconds of host time that planning one batch takes
     page_size   of the comparison; run_page_size is the provider's own, where it differs
     error       ||out - truth|| / ||truth|| of the worst layer; error_torch is low-precision torch's
@@ -53,9 +53,6 @@ class Row:
     timing: str | None = None
     run_page_size: int | None = None
 
-    def as_dict(self) -> dict:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -72,41 +69,45 @@ class Setting:
 
 @dataclass
 class _Entry:
-    """A provider in a comparison; `candidate` only while there is something left to do with it."""
+    """A provider in a comparison and the row that becomes of it; `candidate` only while there is
+    something left to do with it."""
 
     provider: Provider
-    status: str = "ok"
+    row: Row
     candidate: Candidate | None = None
     us_rounds: list[float] = field(default_factory=list)
-    measured: dict = field(default_factory=dict)
+
+    @property
+    def is_ok(self) -> bool:
+        return self.row.status == "ok"
 
     def end(self, status: str, **measured) -> None:
-        self.status, self.candidate, self.measured = status, None, measured
+        self.row, self.candidate = replace(self.row, status=status, **measured), None
 
 
 def compare(
     setting: Setting, providers: list[Provider], rates: Rates, reasons: dict[str, str]
 ) -> Iterator[Row]:
-    """Rows of all providers on one tree; `reasons` has those that are not available.
+    """Yield rows of all providers on one tree; `reasons` has those that are not available.
 
     Raises DeviceLost after the rows of a comparison in which a provider broke the CUDA context.
     """
     for group in _groups(setting, providers):
-        entries = [_entry(setting, provider, reasons) for provider in group]
+        entries = [_entry(setting, provider, rates, reasons) for provider in group]
         try:
-            _run([entry for entry in entries if entry.status == "ok"], setting)
+            _run([entry for entry in entries if entry.is_ok], setting)
         except DeviceLost as error:
             for entry in entries:
-                if entry.status == "ok" and not entry.measured:
+                if entry.is_ok and entry.row.us is None:
                     entry.end(f"failed: no GPU left to measure on, {error}")
-            yield from (_row(setting, entry, rates) for entry in entries)
+            yield from (entry.row for entry in entries)
             raise
-        yield from (_row(setting, entry, rates) for entry in entries)
+        yield from (entry.row for entry in entries)
 
 
 def _groups(setting: Setting, providers: list[Provider]) -> list[list[Provider]]:
-    """Providers that are timed in turn, by page size: all, unless the pools, one set a page size,
-    would not fit into memory together; then those of one page size at a time."""
+    """Group providers that are timed in turn, by page size: all, unless the pools, one set for each
+    page size, would not fit into memory together; then those of one page size at a time."""
 
     def page_size(provider: Provider) -> int:
         return provider.page_size(setting.page_size)
@@ -119,16 +120,29 @@ def _groups(setting: Setting, providers: list[Provider]) -> list[list[Provider]]
     return [[p for p in providers if page_size(p) == size] for size in sizes]
 
 
-def _entry(setting: Setting, provider: Provider, reasons: dict[str, str]) -> _Entry:
-    problem = page_problem(setting.tree, provider.page_size(setting.page_size))
+def _entry(setting: Setting, provider: Provider, rates: Rates, reasons: dict[str, str]) -> _Entry:
+    page_size, status = provider.page_size(setting.page_size), "ok"
     if provider.name in reasons:
-        return _Entry(provider, f"unavailable: {reasons[provider.name]}")
-    return _Entry(provider, "ok" if problem is None else f"unsupported: {problem}")
+        status = f"unavailable: {reasons[provider.name]}"
+    elif problem := page_problem(setting.tree, page_size):
+        status = f"unsupported: {problem}"
+    row = Row(
+        tree=setting.tree.name,
+        heads=f"{setting.heads.num_qo_heads}/{setting.heads.num_kv_heads}",
+        head_dim=setting.heads.head_dim,
+        page_size=setting.page_size,
+        dtype=setting.dtype_name,
+        provider=provider.name,
+        status=status,
+        floor_us=round(floor_us(setting.tree, setting.heads, setting.dtype.itemsize, rates), 3),
+        run_page_size=None if page_size == setting.page_size else page_size,
+    )
+    return _Entry(provider, row)
 
 
 def _run(entries: list[_Entry], setting: Setting) -> None:
-    """Prepare and judge all, time them round by round, judge what was timed. Cases (one a page
-    size) and candidates live only as long as this call: they are gigabytes."""
+    """Prepare and judge all, time them round by round, judge what was timed. Cases (one per
+    page size) and candidates live only as long as this call: they are gigabytes."""
     cases: dict[int, tuple[Case, Oracle]] = {}
 
     def case_at(page_size: int) -> tuple[Case, Oracle]:
@@ -157,7 +171,7 @@ def _run(entries: list[_Entry], setting: Setting) -> None:
 
     def each(step: Callable[[_Entry], None], order: list[_Entry]) -> None:
         for entry in order:
-            if entry.status == "ok":
+            if entry.is_ok:
                 _attempt(step, entry, setting)
 
     each(prepare, entries)
@@ -181,22 +195,6 @@ def _attempt(step: Callable[[_Entry], None], entry: _Entry, setting: Setting) ->
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
         except RuntimeError as error:
-            if entry.status == "ok":
+            if entry.is_ok:
                 entry.end(f"failed: {str(error)[:200]}")
             raise DeviceLost(f"{entry.provider.name} on {setting.tree.name}: {error}") from error
-
-
-def _row(setting: Setting, entry: _Entry, rates: Rates) -> Row:
-    page_size = entry.provider.page_size(setting.page_size)
-    return Row(
-        tree=setting.tree.name,
-        heads=f"{setting.heads.num_qo_heads}/{setting.heads.num_kv_heads}",
-        head_dim=setting.heads.head_dim,
-        page_size=setting.page_size,
-        dtype=setting.dtype_name,
-        provider=entry.provider.name,
-        status=entry.status,
-        floor_us=round(floor_us(setting.tree, setting.heads, setting.dtype.itemsize, rates), 3),
-        run_page_size=None if page_size == setting.page_size else page_size,
-        **entry.measured,
-    )

@@ -1,21 +1,17 @@
-"""Bars of time over floor, one panel a head configuration and page size."""
+"""Bars of time over floor, one panel for each head configuration and page size."""
 
 from __future__ import annotations
 
-from eval.bench_kernel.summary import group
+from eval.bench_kernel.over_floor import group
 
 
 def write(rows: list[dict], path: str) -> None:
-    """Needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    """Draw all rows into a file."""
+    from matplotlib.figure import Figure
 
     groups = group(rows)
-    figure, panels = pyplot.subplots(
-        len(groups), 1, figsize=(16, 5 * len(groups)), squeeze=False, layout="constrained"
-    )
+    figure = Figure(figsize=(16, 5 * len(groups)), layout="constrained")
+    panels = figure.subplots(len(groups), 1, squeeze=False)
     names = list(dict.fromkeys(row["provider"] for row in rows if row["status"] == "ok"))
     width = 0.8 / max(1, len(names))
     for (key, trees), panel in zip(groups.items(), panels[:, 0], strict=True):
@@ -34,4 +30,3 @@ def write(rows: list[dict], path: str) -> None:
         panel.set_xticks(range(len(trees)), list(trees), rotation=30, ha="right")
         panel.legend(ncols=max(1, len(names)))
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)

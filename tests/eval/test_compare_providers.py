@@ -7,24 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eval.bench_kernel import runner
+from eval.bench_kernel import compare_providers
 from eval.bench_kernel.candidate import Candidate
 from eval.bench_kernel.case import build_case
-from eval.bench_kernel.floor import Rates
+from eval.bench_kernel.compare_providers import DeviceLost, compare
 from eval.bench_kernel.providers.fa3 import FlashAttention3Runnable
 from eval.bench_kernel.providers.plain_torch import PlainTorch
-from eval.bench_kernel.runner import DeviceLost, Setting, compare
-from eval.bench_kernel.trees import parse_tree
 from sgl_prefix_attn.calibrate.measure import tensor_cores
 from sgl_prefix_attn.records import HeadConfig
-
-HEADS = HeadConfig(4, 2, 32)
-H100 = Rates(3.0e12, 600e12, None, "test")
-
-
-def setting_of(tree: str, page_size: int = 1) -> Setting:
-    device = torch.device("cpu")
-    return Setting(parse_tree(tree), HEADS, page_size, "bf16", torch.bfloat16, device, 3)
+from tests.eval.kernel_settings import H100, HEADS, setting_of
 
 
 class Changed(PlainTorch):
@@ -32,7 +23,7 @@ class Changed(PlainTorch):
     `change(provider, case, layer, run)`; counts runs and plans."""
 
     def __init__(self, change, name="changed"):
-        self.name, self._change, self.runs, self.plans = name, change, 0, 0
+        self.name, self._change, self.runs, self.plans, self.outs = name, change, 0, 0, {}
 
     def prepare(self, case):
         runnable, outs = super().prepare(case), case.new_out()
@@ -101,37 +92,33 @@ def test_a_wrong_provider_is_shown_and_not_timed(fault):
     assert provider.plans == 1 and provider.runs <= 12, "judged once, never timed"
 
 
-@pytest.mark.parametrize("fault", [read_layer_0_in_every_layer, zero_layer_1])
-def test_every_layer_is_judged_by_its_own_kv(fault):
-    assert status_of(fault)[0].startswith("wrong: first run, layer 1: ")
+def compute_layer_0_alone(provider, case, layer, run):
+    return run(0) if layer == 0 else torch.full_like(case.q, float("nan"))
 
 
-def test_a_layer_that_computes_nothing_is_wrong():
-    def only_layer_0(provider, case, layer, run):
-        return run(0) if layer == 0 else torch.full_like(case.q, float("nan"))
-
-    assert status_of(only_layer_0)[0].startswith("wrong: first run, layer 1: error nan")
-
-
-def test_results_of_an_earlier_run_do_not_pass_for_new_ones():
-    """Nothing but layer 0 is computed after the first run: its outputs are still in place."""
-    outs = {}
-
-    def only_layer_0_later(provider, case, layer, run):
-        if provider.plans > 1 and layer > 0:
-            return outs[layer]
-        outs[layer] = run(layer)
-        return outs[layer]
-
-    assert status_of(only_layer_0_later)[0].startswith("wrong: planned again, layer 1: error nan")
+def compute_layer_0_alone_later(provider, case, layer, run):
+    """The outputs of the first run are still in place: they must not pass for new ones."""
+    if provider.plans == 1 or layer == 0:
+        provider.outs[layer] = run(layer)
+    return provider.outs[layer]
 
 
-def test_a_wrong_second_plan_is_wrong():
-    def swapped_after_another_plan(provider, case, layer, run):
-        fault = swap_two_rows if provider.plans > 1 else right
-        return fault(provider, case, layer, run)
+def swap_rows_after_another_plan(provider, case, layer, run):
+    return (swap_two_rows if provider.plans > 1 else right)(provider, case, layer, run)
 
-    assert status_of(swapped_after_another_plan)[0].startswith("wrong: planned again, layer 0")
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (read_layer_0_in_every_layer, "first run, layer 1: "),
+        (zero_layer_1, "first run, layer 1: "),
+        (compute_layer_0_alone, "first run, layer 1: error nan"),
+        (compute_layer_0_alone_later, "planned again, layer 1: error nan"),
+        (swap_rows_after_another_plan, "planned again, layer 0: "),
+    ],
+)
+def test_every_layer_of_every_run_is_judged_by_its_own_kv(fault, says):
+    assert status_of(fault)[0].startswith(f"wrong: {says}")
 
 
 def test_what_is_timed_is_judged_before_and_after():
@@ -161,7 +148,7 @@ def test_providers_take_turns_in_both_orders(monkeypatch):
             self.name = provider.name
 
     monkeypatch.setattr(Named, "us", us)
-    monkeypatch.setattr(runner, "Candidate", Named)
+    monkeypatch.setattr(compare_providers, "Candidate", Named)
     providers = [Changed(right, "a"), Changed(right, "b")]
     a, b = compare(setting_of("1,4_32,16"), providers, H100, {})
     assert calls == ["a", "b", "b", "a", "a", "b"]
@@ -186,7 +173,7 @@ def test_a_provider_that_raises_is_a_line_and_the_others_go_on():
     rows = {row.provider: row for row in compare(setting_of("1,4_32,16"), providers, H100, {})}
     assert rows["broken"].status == "failed: OSError: no such kernel"
     assert rows["late"].status == "failed: RuntimeError: launch failed" and rows["late"].us is None
-    assert rows["right"].status == "ok" and len(rows["right"].us_rounds) == runner.ROUNDS
+    assert rows["right"].status == "ok" and len(rows["right"].us_rounds) == compare_providers.ROUNDS
 
 
 def test_a_lost_gpu_leaves_a_line_for_every_provider(monkeypatch):
@@ -196,8 +183,8 @@ def test_a_lost_gpu_leaves_a_line_for_every_provider(monkeypatch):
             raise DeviceLost("culprit on 1,4_32,16: illegal access")
         attempt_one(step, entry, setting)
 
-    attempt_one = runner._attempt
-    monkeypatch.setattr(runner, "_attempt", attempt)
+    attempt_one = compare_providers._attempt
+    monkeypatch.setattr(compare_providers, "_attempt", attempt)
     providers = [Changed(right, "a"), Changed(right, "culprit"), Changed(right, "b")]
     rows = []
     with pytest.raises(DeviceLost):
@@ -217,11 +204,11 @@ def test_an_error_that_stays_is_a_lost_gpu(monkeypatch, raises):
             raise ValueError("bad launch")
 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    entry = runner._Entry(PlainTorch())
     on_gpu = replace(setting_of("1,4_32,16"), device=torch.device("cuda"))
+    entry = compare_providers._entry(on_gpu, PlainTorch(), H100, {})
     with pytest.raises(DeviceLost, match="torch on 1,4_32,16: CUDA error"):
-        runner._attempt(step, entry, on_gpu)
-    assert entry.status.startswith("failed: ValueError" if raises else "failed: CUDA error")
+        compare_providers._attempt(step, entry, on_gpu)
+    assert entry.row.status.startswith("failed: ValueError" if raises else "failed: CUDA error")
 
 
 class Paged(PlainTorch):
@@ -233,10 +220,10 @@ class Paged(PlainTorch):
 
 def test_page_sizes_are_timed_together_while_their_pools_fit(monkeypatch):
     setting, providers = setting_of("1,4_32,16"), [Paged(), PlainTorch()]
-    (group,) = runner._groups(setting, providers)
+    (group,) = compare_providers._groups(setting, providers)
     assert [p.name for p in group] == ["torch", "paged"]
-    monkeypatch.setattr(runner, "_MAX_POOL_BYTES", 1e5)
-    groups = runner._groups(setting, providers)
+    monkeypatch.setattr(compare_providers, "_MAX_POOL_BYTES", 1e5)
+    groups = compare_providers._groups(setting, providers)
     assert [[p.name for p in group] for group in groups] == [["torch"], ["paged"]]
     rows = list(compare(setting, providers, H100, {}))
     assert [(row.provider, row.status, row.run_page_size) for row in rows] == [
@@ -245,14 +232,10 @@ def test_page_sizes_are_timed_together_while_their_pools_fit(monkeypatch):
 
 
 def test_flashinfer_decodes_with_tensor_cores_as_sglang_decides():
-    from_group = {
-        (heads, dtype): tensor_cores(HeadConfig(*heads, 128), dtype)
-        for heads in ((32, 8), (64, 8), (16, 8), (32, 32))
-        for dtype in (torch.bfloat16, torch.float16, torch.float32)
-    }
-    assert {key for key, value in from_group.items() if value} == {
-        (heads, dtype) for heads in ((32, 8), (64, 8)) for dtype in (torch.bfloat16, torch.float16)
-    }
+    for dtype, wanted in ((torch.bfloat16, [1, 1, 0, 0]), (torch.float16, [1, 1, 0, 0]),
+                          (torch.float32, [0, 0, 0, 0])):  # fmt: skip
+        heads = [HeadConfig(*counts, 128) for counts in ((32, 8), (64, 8), (16, 8), (32, 32))]
+        assert [tensor_cores(config, dtype) for config in heads] == wanted
 
 
 def test_fa3_reads_one_schedule_for_all_layers_that_a_plan_renews_in_place(monkeypatch):
@@ -279,8 +262,7 @@ def test_fa3_reads_one_schedule_for_all_layers_that_a_plan_renews_in_place(monke
     assert len({schedule.data_ptr() for schedule in schedules}) == 1
     assert len({call["page_table"].data_ptr() for call in given}) == 1
     assert len(asked) == 2 and schedules[0].tolist() == [2] * 17
-    numbers = {key: asked[1][key] for key in ("batch_size", "max_seqlen_k", "page_size")}
-    assert numbers == {"batch_size": 4, "max_seqlen_k": 48, "page_size": 16}
-    assert (asked[1]["num_heads"], asked[1]["num_heads_k"], asked[1]["headdim"]) == (4, 2, 32)
+    names = ("batch_size", "max_seqlen_k", "page_size", "num_heads", "num_heads_k", "headdim")
+    assert [asked[1][name] for name in names] == [4, 48, 16, 4, 2, 32]
     assert asked[1]["num_splits"] == given[0]["num_splits"] == 0
     assert asked[1]["causal"] is given[0]["causal"] is True

@@ -17,37 +17,27 @@ class Runnable(Protocol):
     """A provider prepared for one case: buffers made, planned once."""
 
     def plan(self) -> None:
-        """Host work of one new batch of the same shape."""
+        """Do the host work of one new batch of the same shape."""
 
     def run(self, layer: int) -> torch.Tensor:
-        """Attention of layer `layer` [B, Hq, D]; launches only, no host-device synchronisation."""
+        """Launch attention of a layer [B, Hq, D], without host-device synchronisation."""
 
 
-class Provider(Protocol):
-    """Stateless between cases. `capturable`: run() may be captured in a CUDA graph."""
+class Provider:
+    """Stateless between cases. By default it needs `module` to be importable and a GPU, runs at any
+    page size, and prepares any case as `runnable`.
 
-    name: str
-    capturable: bool
-
-    def available(self) -> str | None:
-        """Why it cannot run on this machine, or None."""
-
-    def page_size(self, requested: int) -> int:
-        """The page size it runs at where it has no kernel for the requested one."""
-
-    def prepare(self, case: Case) -> Runnable:
-        """Raises Unsupported for a case that it has no kernel for."""
-
-
-class BaseProvider:
-    """Defaults: capturable, any page size, needs an importable module and perhaps a GPU."""
+    capturable  whether run() may be captured in a CUDA graph
+    """
 
     name = ""
     module = ""
     capturable = True
     needs_cuda = True
+    runnable: type[Runnable]
 
     def available(self) -> str | None:
+        """Say why it cannot run on this machine, or return None."""
         if self.needs_cuda and not torch.cuda.is_available():
             return "needs an NVIDIA GPU"
         try:
@@ -57,4 +47,9 @@ class BaseProvider:
         return None
 
     def page_size(self, requested: int) -> int:
+        """Return the page size it runs at where it has no kernel for the requested one."""
         return requested
+
+    def prepare(self, case: Case) -> Runnable:
+        """Raises Unsupported for a case that it has no kernel for."""
+        return self.runnable(case)

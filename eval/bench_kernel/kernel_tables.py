@@ -3,62 +3,60 @@
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 
-from eval.bench_kernel import summary
+from eval.bench_kernel import over_floor
+from eval.markdown import table
 
 
-def kernel_tables(rows: list[dict]) -> str:
-    """One table for each head configuration, page size and dtype, with what it does not show."""
+def markdown(rows: list[dict]) -> str:
+    """Make a table for each head configuration, page size and dtype, with what it does not show."""
     parts = []
-    for (heads, head_dim, page_size, dtype), trees in summary.group(rows).items():
+    for (heads, head_dim, page_size, dtype), trees in over_floor.group(rows).items():
         parts.append(
             f"{heads} heads, head dim {head_dim}, {dtype}, page size {page_size}: "
-            "microseconds a layer (time / floor)."
+            "microseconds per layer (time / floor)."
         )
-        parts.append(_kernel_table(trees))
-        parts += [*_spread(trees), *_notes(trees)]
+        parts += [*_kernel_table(trees), *_spread(trees), *_notes(trees)]
     return "\n\n".join(parts)
 
 
-def _kernel_table(trees: dict[str, dict[str, dict]]) -> str:
+def _kernel_table(trees: dict[str, dict[str, dict]]) -> list[str]:
     names = [
         name
         for name in dict.fromkeys(name for rows in trees.values() for name in rows)
         if any(rows.get(name, {}).get("us") is not None for rows in trees.values())
     ]
-    lines = header("tree", "floor", *names, "best peer / prefix")
+    lines = []
     for tree, rows in trees.items():
         floor = next(iter(rows.values()))["floor_us"]
-        ratio = summary.ratio_to_peer(rows, "prefix")
+        ratio = over_floor.ratio_to_peer(rows, "prefix")
         cells = [_cell(rows.get(name)) for name in names]
         lines.append(
-            line(f"`{tree}`", f"{floor:.0f}", *cells, "-" if ratio is None else f"{ratio:.2f}")
+            (f"`{tree}`", f"{floor:.0f}", *cells, "-" if ratio is None else f"{ratio:.2f}")
         )
-    by_name = {entry["provider"]: entry for entry in summary.means(trees)}
-    for label, field in (
-        ("all", "all"),
-        ("with sharing", "sharing"),
-        ("trees that all ran", "common"),
-    ):
+    by_name = {entry["provider"]: entry for entry in over_floor.means(trees)}
+    labels = {"all": "all", "sharing": "with sharing", "common": "trees that all ran"}
+    for field, label in labels.items():
         cells = [_mean_cell(by_name.get(name), field) for name in names]
-        lines.append(line(f"geometric mean of time / floor, {label}", "", *cells, ""))
+        lines.append((f"geometric mean of time / floor, {label}", "", *cells, ""))
     planning = [_plan_cell(trees, name) for name in names]
-    lines.append(line("host planning of one batch, median", "", *planning, ""))
-    if "best stock" in by_name:
-        stock = by_name["best stock"]
-        lines.append(
-            f"\nBest stock peer of each tree: {_mean_cell(stock, 'all')} over the floor, "
+    lines.append(("host planning of one batch, median", "", *planning, ""))
+    parts = [table(("tree", "floor", *names, "best peer / prefix"), lines)]
+    if stock := by_name.get("best stock"):
+        parts.append(
+            f"Best stock peer of each tree: {_mean_cell(stock, 'all')} over the floor, "
             f"{_mean_cell(stock, 'sharing')} with sharing."
         )
-    return "\n".join(lines)
+    return parts
 
 
 def _spread(trees: dict[str, dict[str, dict]]) -> list[str]:
-    """How far the rounds of one row lie apart; nothing for files that have none."""
+    """Say how far the rounds of one row lie apart; nothing for files that have none."""
     rows = [row for rows in trees.values() for row in rows.values() if row.get("us_rounds")]
     if not rows:
         return []
-    spreads = [100 * summary.spread(row) for row in rows]
+    spreads = [100 * over_floor.spread(row) for row in rows]
     return [
         f"Each time is the median of {len(rows[0]['us_rounds'])} rounds in which all took turns; "
         f"slowest less fastest round over it: {statistics.median(spreads):.1f} % in the median, "
@@ -87,28 +85,15 @@ def _plan_cell(trees: dict[str, dict[str, dict]], name: str) -> str:
 
 
 def _notes(trees: dict[str, dict[str, dict]]) -> list[str]:
-    """What the table does not show: reasons, eager timings, other page sizes."""
-    notes: dict[str, set[str]] = {}
+    """Say what the table does not show: reasons, eager timings, other page sizes."""
+    notes: dict[str, set[str]] = defaultdict(set)
     for rows in trees.values():
         for name, row in rows.items():
             if row["status"] != "ok":
-                notes.setdefault(name, set()).add(row["status"])
+                notes[name].add(row["status"])
             if row["timing"] == "eager":
-                notes.setdefault(name, set()).add("timed without a CUDA graph")
+                notes[name].add("timed without a CUDA graph")
             if row["run_page_size"]:
-                notes.setdefault(name, set()).add(f"run at page size {row['run_page_size']}")
-    return (
-        ["\n".join(f"- {name}: {'; '.join(sorted(what))}" for name, what in notes.items())]
-        if notes
-        else []
-    )
-
-
-def header(*columns: str) -> list[str]:
-    """The first two lines of a table."""
-    return [line(*columns), line(*["---"] * len(columns))]
-
-
-def line(*cells: str) -> str:
-    """A row of a Markdown table."""
-    return "| " + " | ".join(cells) + " |"
+                notes[name].add(f"run at page size {row['run_page_size']}")
+    lines = [f"- {name}: {'; '.join(sorted(what))}" for name, what in notes.items()]
+    return ["\n".join(lines)] if lines else []
