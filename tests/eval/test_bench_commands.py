@@ -31,7 +31,8 @@ from eval.policy_holdout import __main__ as policy_holdout
 from eval.tune import __main__ as tune
 from sgl_prefix_attn.api.argument_checks import lengths, path_table
 from sgl_prefix_attn.kernels import layout as L
-from sgl_prefix_attn.paths.radix import read_paths
+from sgl_prefix_attn.paths.radix_reader import RadixReader
+from sgl_prefix_attn.paths.tree_reader import RunningBatch
 from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.plan.tile_defaults import default_tile_set
 from sgl_prefix_attn.records import HeadConfig
@@ -149,7 +150,9 @@ def test_bench_plan_requests_hang_below_the_tree():
     tree = bench_plan.tree_of(64, 4)
     assert tree.counts == (1, 4, 16, 64) and bench_plan.tree_of(7, 1).counts == (7,)
     reqs = bench_plan.fake_requests(tree)
-    paths = read_paths(reqs, bench_plan.RadixCache(), np.full(64, tree.seq_len + 1))
+    lens = np.full(64, tree.seq_len + 1)
+    batch = RunningBatch(reqs, bench_plan.RadixCache(), lens, None)
+    paths = RadixReader().read_paths(batch)
     assert paths.length.size == sum(tree.counts) and np.bincount(paths.leaf).max() == 1
     assert reqs[0].last_node.parent is reqs[3].last_node.parent
     assert reqs[3].last_node.parent is not reqs[4].last_node.parent
