@@ -13,6 +13,7 @@ from sgl_prefix_attn.execute.backends.choice import new_backend
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.lse import Lse
 from sgl_prefix_attn.execute.params import Capacity, LayerParams
+from sgl_prefix_attn.explain.view import pack_views
 from sgl_prefix_attn.paths import block_tables as bt
 from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.plan.tile_defaults import default_tile_set
@@ -169,7 +170,6 @@ class PrefixDecodeWrapper:
     def explain(self) -> dict:
         """Return the plan as plain data: statistics, and each pack's queries and KV positions."""
         plan = self._planned()
-        packs, offset = plan.packs, plan.packs.query_offset
         return {
             "strategy": self._planner.strategy,
             "batch_size": plan.batch_size,
@@ -177,12 +177,12 @@ class PrefixDecodeWrapper:
             **asdict(plan.stats),
             "packs": [
                 {
-                    "queries": packs.queries[offset[i] : offset[i + 1]].tolist(),
-                    "kv_start": int(packs.kv_start[i]),
-                    "kv_end": int(packs.kv_end[i]) + (self._appended if packs.tail[i] >= 0 else 0),
-                    "grows": bool(packs.tail[i] >= 0),
+                    "queries": list(pack.requests),
+                    "kv_start": pack.start,
+                    "kv_end": pack.end + (self._appended if pack.grows else 0),
+                    "grows": pack.grows,
                 }
-                for i in range(packs.kv_start.size)
+                for pack in pack_views(plan)
             ],
         }
 

@@ -3,7 +3,7 @@
 import argparse
 
 from sgl_prefix_attn import __version__
-from sgl_prefix_attn.cli import calibrate_command, doctor
+from sgl_prefix_attn.cli import calibrate_command, doctor, explain_command
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -12,6 +12,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     doctor.add_parser(commands)
     calibrate_command.add_parser(commands)
+    explain_command.add_parser(commands)
     return parser
 
 

@@ -24,11 +24,22 @@ ROOMS = {
     "execute": {"kernels", "plan", "records"},
     "step": {"metrics", "paths", "plan", "records", "settings"},
     "calibrate": {"execute", "plan", "predict", "records", "step"},
-    "api": {"execute", "paths", "plan", "predict", "records"},
+    "explain": {"kernels", "plan", "records"},
+    "api": {"execute", "explain", "paths", "plan", "predict", "records"},
     "engine": {"execute", "metrics", "paths", "plan", "predict", "records", "settings", "step"},
     "patches": {"engine", "settings"},
     "plugin": {"cpu", "engine", "patches", "settings"},
-    "cli": {"calibrate", "plugin", "patches", "predict", "records", "settings"},
+    "cli": {
+        "api",
+        "calibrate",
+        "explain",
+        "patches",
+        "plan",
+        "plugin",
+        "predict",
+        "records",
+        "settings",
+    },
 }
 SGLANG_IMPORTERS = {"cpu", "engine", "metrics", "patches", "plugin"}
 # Of the kernels' words alone.
