@@ -1,9 +1,11 @@
 # make demo: a real SGLang server with the plugin, checked against the stock backend.
-# make test: lint and the whole test suite; ARGS goes to pytest. Both install what they need into .venv first, once.
+# make test: lint and the whole test suite; ARGS goes to pytest.
+# make check: lint and the tests that start no engine and compile no kernel, within two minutes.
+# All install what they need into .venv first, once.
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint wheel install clean
+.PHONY: demo test check lint wheel install clean
 
 demo: install
 	@$(BIN)/python -m eval.demo
@@ -11,8 +13,13 @@ demo: install
 test: lint
 	@$(BIN)/python -m pytest $(ARGS)
 
+check: lint
+	@$(BIN)/python -m pytest tests/cpu tests/eval -m "not engine and not slow" $(ARGS)
+
 lint: install
 	@$(BIN)/python -m ruff check .
+	@$(BIN)/python -m ruff format --check --quiet .
+	@$(BIN)/python -m mypy
 
 wheel: install
 	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
@@ -24,5 +31,5 @@ install:
 
 # Keeps .venv; remove it by hand to install from nothing.
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 BACKEND_NAME = "prefix"  # of --attention-backend
 PREFIX = "SGL_PREFIX_ATTN_"
@@ -45,7 +46,7 @@ class Variable:
     """One environment variable: field of Settings, parser, what the parser allows, default."""
 
     field: str
-    kind: tuple[Callable[[str], object], str]
+    kind: tuple[Callable[[str], Any], str]
     default: str
     doc: str
 
@@ -53,7 +54,7 @@ class Variable:
     def name(self) -> str:
         return PREFIX + self.field.upper()
 
-    def read(self, environ: Mapping[str, str]) -> object:
+    def read(self, environ: Mapping[str, str]) -> Any:
         """Read the variable's value; an unset or empty one is the default.
 
         Raises ValueError that names variable, value and what is allowed.
@@ -131,7 +132,8 @@ class Settings:
         """Read all variables (os.environ by default). ValueError, naming each of them: bad or
         unknown ones, and those renamed as SGLang advises for everything that begins with SGL_."""
         environ = os.environ if environ is None else environ
-        problems, values = _bad_names(environ), {}
+        problems = _bad_names(environ)
+        values: dict[str, Any] = {}
         for variable in VARIABLES:
             try:
                 values[variable.field] = variable.read(environ)

@@ -137,7 +137,7 @@ def check_hooks(facts: Facts) -> list[Check]:
 
 def check_device(facts: Facts) -> Check:
     """A GPU the kernels can run on, or the CPU platform asked for."""
-    if facts.gpu:
+    if facts.gpu and facts.arch:
         detail = f"{facts.gpu}, sm_{facts.arch[0]}{facts.arch[1]}"
         if facts.arch < OLDEST_ARCH:
             return Check("device", FAIL, detail, "use a GPU of compute capability 8.0 or later")

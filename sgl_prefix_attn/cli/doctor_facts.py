@@ -97,7 +97,7 @@ def _unmet(versions: dict[str, str | None]) -> dict[str, str]:
     from packaging.requirements import Requirement  # SGLang requires it
     from packaging.utils import canonicalize_name
 
-    unmet = {}
+    unmet: dict[str, str] = {}
     for requirement in map(Requirement, metadata.requires("sglang") or ()):
         name = canonicalize_name(requirement.name)
         version = versions.get(name)

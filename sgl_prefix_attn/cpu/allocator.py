@@ -48,6 +48,8 @@ def decode_slots(seq_lens, last_loc, free_pages, page_size):
 class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
     """Same free list and same slots as its base, which computes them in two Triton kernels."""
 
+    free_pages: torch.Tensor
+
     def alloc_extend(
         self,
         prefix_lens,

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.text import Text as MplText
 
 from sgl_prefix_attn.explain.schedule import num_ctas, schedule
@@ -21,7 +21,7 @@ INK, MUTED, FILL, PRIVATE = "#1f2933", "#66727f", "#dbe4ee", "#f4f5f3"
 SHARED = ("#2f6db3", "#d4732a", "#3c9a6b", "#a8478f", "#8a6d1f", "#c0404d", "#4c5fb8", "#2a9aa5")
 WIDTH_IN, DPI = 12.0, 120
 
-Labels = list[tuple[MplText, Rectangle]]
+Labels = list[tuple[MplText, Patch]]
 
 
 def draw(view: PlanView) -> Figure:
@@ -29,14 +29,15 @@ def draw(view: PlanView) -> Figure:
     rows_in = min(4.0, 0.6 + 0.27 * view.plan.batch_size)
     figure = Figure(figsize=(WIDTH_IN, 2 * rows_in + 5.4), dpi=DPI, layout="constrained")
     grid = figure.add_gridspec(5, 1, height_ratios=(rows_in, rows_in, 0.4, 1.2, 1.2))
-    forest, packs, words, shared, tails = (figure.add_subplot(cell) for cell in grid)
+    forest, packs, words, shared, tails = (figure.add_subplot(grid[row]) for row in range(5))
     stats = view.plan.stats
     figure.suptitle(
         f"{view.plan.batch_size} requests, {stats.kv_tokens_query_centric:,} KV tokens: "
         f"{stats.kv_tokens_unique:,} unique, {stats.kv_tokens_read:,} read per layer",
         x=0.01, ha="left", color=INK, fontsize=13, fontweight="bold",
     )  # fmt: skip
-    order, labels = request_order(view), []
+    order = request_order(view)
+    labels: Labels = []
     _forest(forest, view, order, labels)
     _packs(packs, view, order, labels)
     _words(words, view, labels)
@@ -79,11 +80,11 @@ def _forest(ax: Axes, view: PlanView, order: list[int], labels: Labels) -> None:
 def _packs(ax: Axes, view: PlanView, order: list[int], labels: Labels) -> None:
     _rows(ax, view, order, "Packs: what is read together, and its KV splits")
     ax.set_xlabel("KV position", color=MUTED, fontsize=9)
-    cuts = {}
+    cuts: dict[int, list[int]] = {}
     for queue in view.queues:
         for item in queue:
-            for pack, (start, _) in zip(item.packs, item.ranges, strict=True):
-                cuts.setdefault(pack, []).append(start)
+            for i, (start, _) in zip(item.packs, item.ranges, strict=True):
+                cuts.setdefault(i, []).append(start)
     place = {row: y for y, row in enumerate(order)}
     for i, pack in enumerate(view.packs):
         for top, height in _runs(sorted(place[row] for row in pack.requests)):

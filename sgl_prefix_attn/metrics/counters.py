@@ -63,7 +63,7 @@ class StepCounters:
     kv_tokens: Counter = field(default_factory=Counter)  # kind -> KV tokens per layer
     plans: Counter = field(default_factory=Counter)  # cause -> plans
     last_plan: PlanStats | None = None
-    plan_seconds: Counter = field(default_factory=Counter)  # outcome -> host seconds
+    plan_seconds: dict[str, float] = field(default_factory=dict)  # outcome -> host seconds
     mismatches: int = 0
     _told: set = field(default_factory=set)
 
@@ -91,7 +91,7 @@ class StepCounters:
             outcome = PLANNED
         finally:
             seconds = time.perf_counter() - start
-            self.plan_seconds[outcome] += seconds
+            self.plan_seconds[outcome] = self.plan_seconds.get(outcome, 0.0) + seconds
             if self.exporter is not None:
                 self.exporter.planned(outcome, seconds)
 

@@ -40,7 +40,7 @@ class _Totals:
         self.steps = Counter(counters.steps)
         self.kv_tokens = Counter(counters.kv_tokens)
         self.plans = Counter(counters.plans)
-        self.plan_seconds = counters.plan_seconds.total()
+        self.plan_seconds = sum(counters.plan_seconds.values())
 
 
 def describe(

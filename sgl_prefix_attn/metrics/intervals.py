@@ -19,7 +19,7 @@ class StepIntervals:
         self._clock = clock
         self._started = 0.0
         self._first = None
-        self._variant: str | None = None
+        self._variant = ""  # of the step before, of none at first
         self._run = 0  # steps of the variant without anything in between
 
     def start(self, reqs: Sequence) -> tuple[str, float] | None:

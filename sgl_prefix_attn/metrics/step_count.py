@@ -80,7 +80,7 @@ class StepCount:
     def flush(self) -> None:
         """Count what is pending."""
         steps, self._pending = self._pending, 0
-        if steps == 0:
+        if steps == 0 or self._decision is None:
             return
         first = self._steps_since - steps
         grown = self._batch_size * (first * steps + steps * (steps - 1) // 2)

@@ -112,6 +112,7 @@ def test_the_space_holds_the_defaults_of_tails():
     assert {(0, m) for m in (16, 32, 64, 128)} <= kinds
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_the_defaults_are_feasible_on_an_h100():
     tiles = solve.default_tiles(H100, HEADS)
@@ -138,6 +139,7 @@ def test_the_command_prints_and_writes_one_table(monkeypatch, tmp_path, capsys):
     assert rows[1]["excluded_by"].startswith("1 registers: ")
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("lengths", ["i32", "i64"])
 def test_tails_compile_with_any_warps_and_lengths(lengths):
