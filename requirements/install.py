@@ -9,7 +9,6 @@ A stamp in the environment, keyed by what decides its content, makes a second ru
 import hashlib
 import subprocess
 import sys
-import threading
 import time
 import venv
 from pathlib import Path
@@ -18,10 +17,6 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 LOG = ROOT / "build" / "install.log"
 HEARTBEAT_S = 20
-
-
-class InstallError(Exception):
-    """One sentence for the user."""
 
 
 def main(target: Path) -> None:
@@ -56,12 +51,8 @@ def has_gpu() -> bool:
 
 def has_pip(python: Path) -> bool:
     """False as well for an environment whose making was interrupted."""
-    try:
-        return (
-            subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode == 0
-        )
-    except OSError:
-        return False
+    command = [python, "-m", "pip", "--version"]
+    return python.exists() and subprocess.run(command, capture_output=True).returncode == 0
 
 
 def key(gpu: bool) -> str:
@@ -87,26 +78,27 @@ def pip_steps(gpu: bool) -> list[tuple[str, list[str]]]:
 
 
 def run_step(label: str, command: list[str]) -> None:
-    """Run a pip command, its output in the log, a line a while to show that it is at work."""
+    """Run a pip command, its output in the log, a line now and then to show that it is at work."""
     say(f"{label} ...")
-    start, done = time.monotonic(), threading.Event()
-
-    def heartbeat() -> None:
-        while not done.wait(HEARTBEAT_S):
-            say(f"  {label}: {time.monotonic() - start:.0f} s")
-
-    thread = threading.Thread(target=heartbeat, daemon=True)
-    thread.start()
+    start = time.monotonic()
     LOG.parent.mkdir(exist_ok=True)
     with LOG.open("ab") as log:
-        status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
-    done.set()
-    thread.join()
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    while (status := _finished(process)) is None:
+        say(f"  {label}: {time.monotonic() - start:.0f} s")
     if status != 0:
         tail = LOG.read_text(errors="replace").splitlines()[-15:]
         print("\n".join(tail), file=sys.stderr)
-        raise InstallError(f"pip could not install {label} (status {status}; all of it in {LOG})")
+        sys.exit(f"error: pip could not install {label} (status {status}; all of it in {LOG})")
     say(f"  {label}: done in {time.monotonic() - start:.0f} s")
+
+
+def _finished(process: subprocess.Popen) -> int | None:
+    """Its exit status, None while it still runs after a wait."""
+    try:
+        return process.wait(HEARTBEAT_S)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def add_torchvision_shim(python: Path) -> None:
@@ -125,5 +117,5 @@ def say(text: str) -> None:
 if __name__ == "__main__":
     try:
         main(Path(sys.argv[1]))
-    except (InstallError, OSError, subprocess.SubprocessError) as error:
+    except (OSError, subprocess.SubprocessError) as error:
         sys.exit(f"error: {error}")
