@@ -9,9 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).with_name("interpreted_kernels.py")
 
 
+@pytest.mark.slow
 def test_kernels_in_the_interpreter():
     root = str(TESTS.parents[2])
     env = {
