@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rich.console import Group
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from rich.tree import Tree
 
@@ -83,7 +83,7 @@ def reads(pack: PackView) -> str:
 
 def _queues(view: PlanView) -> Table:
     table = Table(
-        "tile", "items", "KV heads", "tickets", "CTAs", "busy", "most on one", "longest item",
+        Column("tile", no_wrap=True), "items", "KV heads", "tickets", "CTAs", "busy", "most on one", "longest item",
         title="work queues: one per tile; a free CTA takes the next ticket", title_justify="left",
         box=None, pad_edge=False,
     )  # fmt: skip
@@ -110,6 +110,6 @@ def _totals(view: PlanView) -> Text:
     ratio = stats.kv_tokens_query_centric / stats.kv_tokens_read
     return Text(
         f"KV tokens read per layer: {stats.kv_tokens_read}; unique {stats.kv_tokens_unique}; "
-        f"one request at a time {stats.kv_tokens_query_centric} ({ratio:.2f}x); "
+        f"one request at a time {stats.kv_tokens_query_centric} ({ratio:.2f}x)\n"
         f"partial results {stats.num_partials}; words {view.plan.words.size}"
     )

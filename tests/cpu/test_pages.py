@@ -1,0 +1,92 @@
+"""The pages: links resolve, files that they name exist, and the worked example is what we print."""
+
+import re
+from io import StringIO
+from pathlib import Path
+
+import orjson
+import pytest
+from rich.console import Console
+
+from sgl_prefix_attn import __version__
+from sgl_prefix_attn.cli import main
+from sgl_prefix_attn.cli.explain_command import plan_view
+from sgl_prefix_attn.explain import text
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FILE = re.compile(r"`([\w./-]+\.(?:py|json|jsonl|txt|log|png))`")
+# Where a page's file names may begin.
+FOLDERS = ("", "sgl_prefix_attn", "eval/results", "tests/gpu")
+# Named, but not of this repository: what runs leave behind, and other projects' files.
+ELSEWHERE = {"config.json", "trace.jsonl", "build/install.log"}
+
+
+def prose(page: Path) -> str:
+    """Without fenced blocks."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
+
+
+def test_the_pages_are_found():
+    assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_relative_link_resolves(page):
+    for target in LINK.findall(re.sub(r"`[^`\n]*`", "", prose(page))):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path) if path else page
+        assert file.exists(), target
+        if anchor:
+            assert anchor in anchors(file), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_file_that_is_named_exists(page):
+    if page.name == "CHANGELOG.md":
+        return  # names what was there then
+    for name in set(FILE.findall(prose(page))) - ELSEWHERE:
+        assert any((ROOT / folder / name).exists() for folder in FOLDERS), name
+
+
+def test_the_readme_is_one_page():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
+
+
+def test_the_readme_s_first_numbers_are_the_result_file_s():
+    rows = orjson.loads((ROOT / "eval/results/engine_h100.json").read_bytes())["rows"]
+    ours = {row["workload"]: row for row in rows if row["backend"] == "prefix"}
+    stock = {row["workload"]: row for row in rows if row["backend"] == "flashinfer"}
+    win, even = ours["shared8k"], ours["unshared"]
+    first_screen = " ".join((ROOT / "README.md").read_text().partition("\n## ")[0].split())
+    for said in (
+        f"{win['batch']} requests that share {win['shared']} of {win['shared'] + win['private']}",
+        f"{win['tpot_ms']:.2f} ms per token instead of {stock['shared8k']['tpot_ms']:.2f}**",
+        f"({win['ratio']:.3f} of",
+        f"{even['batch']} requests that share nothing take **{even['ratio']:.3f}**",
+    ):
+        assert said in first_screen, said
+
+
+def test_the_worked_example_is_what_explain_prints():
+    arguments = ["explain", str(ROOT / "docs/images/six-requests.json")]
+    console = Console(width=100, file=StringIO(), highlight=False)
+    console.print(text.render(plan_view(main.build_parser().parse_args(arguments))))
+    page = (ROOT / "docs/architecture.md").read_text()
+    for line in console.file.getvalue().splitlines():
+        assert line.rstrip() in page, f"docs/architecture.md lacks: {line}"
+
+
+def test_the_changelog_has_this_version():
+    page = (ROOT / "CHANGELOG.md").read_text()
+    assert "## [Unreleased]" in page and f"## [{__version__}]" in page
