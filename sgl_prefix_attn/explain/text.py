@@ -83,7 +83,8 @@ def reads(pack: PackView) -> str:
 
 def _queues(view: PlanView) -> Table:
     table = Table(
-        Column("tile", no_wrap=True), "items", "KV heads", "tickets", "CTAs", "busy", "most on one", "longest item",
+        Column("tile", no_wrap=True), "items", "KV heads", "tickets", "CTAs", "busy", "most on one",
+        "longest item",
         title="work queues: one per tile; a free CTA takes the next ticket", title_justify="left",
         box=None, pad_edge=False,
     )  # fmt: skip
