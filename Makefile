@@ -14,7 +14,7 @@ test: lint
 	@$(BIN)/python -m pytest $(ARGS)
 
 check: lint
-	@$(BIN)/python -m pytest tests/cpu tests/eval -m "not engine and not slow" $(ARGS)
+	@$(BIN)/python -m pytest -n 2 tests/cpu tests/eval -m "not engine and not slow" $(ARGS)
 
 lint: install
 	@$(BIN)/python -m ruff check .
