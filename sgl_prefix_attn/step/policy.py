@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from sgl_prefix_attn.records import PREFIX, STOCK, Decision, Prediction
 
 # Predicted stock time over prefix time from which prefix kernels run, where KV is shared and where
-# none is, by the source of the calibration. Measured predictions err by a few per cent: of the 5100
-# batches, unseen by the fits, that these gains were tried on, 8 are slower than stock by more than
-# 3 % and 2 us per layer, 3 take over 1.10 of the faster kernels' time, and no unshared one is
-# slower by more than 1 % and 1 us; larger gains spare few of the 8 and lose more. Where nothing is
-# shared a gain is believed later: such batches are many, and stock kernels are made for them. A
-# calibration that was not measured on such layers, or not on such a GPU, has to promise more.
+# none is, by the source of the calibration. Measured predictions err by about 5 %: of the 5100
+# batches, unseen by the fits, that these gains were tried on, 30 are slower than stock by more than
+# 3 % and 2 us per layer, and no unshared one by more than 1 % and 1 us; larger gains spare some and
+# lose more (docs/calibration.md). Where nothing is shared a gain is believed later: such batches
+# are many, and stock kernels are made for them. A calibration that was not measured on such layers,
+# or not on such a GPU, has to promise more.
 GAINS = {
     "measured": (1.025, 1.035),
     "shipped": (1.025, 1.035),

@@ -265,7 +265,7 @@ def test_a_cache_file_of_version_0_1_2_is_used(folders):
     assert (got.source, got.key, found.warning) == ("measured", KEY_OF_0_1_2, False)
     assert FILE_OF_0_1_2.name in found.message
     assert got.stock == written["stock"]["coefficients"]
-    assert got.prefix == written["prefix"]["coefficients"]
+    assert got.prefix == written["prefix"]["coefficients"] | {"both": 0.0}, "unknown to it"
     assert (got.rates, got.samples) == (GpuRates(**written["rates"]), 1200)
     assert got.errors == {}, "they were of predictions with the correction"
     assert decode(encode(got)) == got
