@@ -1,4 +1,4 @@
-"""Every environment variable of the plugin, in one table.
+"""Every environment variable of the plugin, in one table: the fields of Settings.
 
 Settings are read once, when the attention backend is built, so that a bad value stops the server
 at start with a message that names the variable, its value and what is allowed.
@@ -7,125 +7,65 @@ at start with a message that names the variable, its value and what is allowed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 BACKEND_NAME = "prefix"  # of --attention-backend
 PREFIX = "SGL_PREFIX_ATTN_"
 
-
-def _one_of(*allowed: str) -> tuple[Callable[[str], str], str]:
-    def parse(text: str) -> str:
-        if text not in allowed:
-            raise ValueError
-        return text
-
-    return parse, " | ".join(allowed)
+_FLAG = {"0": False, "1": True}
 
 
-def _flag() -> tuple[Callable[[str], bool], str]:
-    def parse(text: str) -> bool:
-        return {"0": False, "1": True}[text]
-
-    return parse, "0 | 1"
+def _words(*words: str) -> dict[str, str]:
+    return {word: word for word in words}
 
 
-def _integer(minimum: int) -> tuple[Callable[[str], int], str]:
-    def parse(text: str) -> int:
-        value = int(text)
-        if value < minimum:
-            raise ValueError
-        return value
-
-    return parse, f"integer >= {minimum}"
-
-
-@dataclass(frozen=True)
-class Variable:
-    """One environment variable: field of Settings, parser, what the parser allows, default."""
-
-    field: str
-    kind: tuple[Callable[[str], Any], str]
-    default: str
-    doc: str
-
-    @property
-    def name(self) -> str:
-        return PREFIX + self.field.upper()
-
-    def read(self, environ: Mapping[str, str]) -> Any:
-        """Read the variable's value; an unset or empty one is the default.
-
-        Raises ValueError that names variable, value and what is allowed.
-        """
-        text = environ.get(self.name, "").strip() or self.default
-        parse, allowed = self.kind
-        try:
-            return parse(text)
-        except (ValueError, KeyError):
-            raise ValueError(f"{self.name}={text!r}: allowed is {allowed}") from None
-
-
-VARIABLES = (
-    Variable(
-        "strategy",
-        _one_of("query", "naive", "compute", "pat", "calibrated"),
-        "calibrated",
-        "Profit model that packs the radix tree into work items.",
-    ),
-    Variable(
-        "policy",
-        _one_of("auto", "prefix", "stock"),
-        "auto",
-        "Which kernels a decode step runs: decide each step, or force one of them where possible.",
-    ),
-    Variable(
-        "headroom",
-        _integer(1),
-        "64",
-        "Tokens that every request can grow before its index segment is full and a step replans.",
-    ),
-    Variable(
-        "max_variant_bs",
-        _integer(0),
-        "65536",
-        "Largest decode batch size with a CUDA graph of the prefix kernels beside SGLang's own; "
-        "larger captured sizes run stock attention, 0 is none. Each graph costs start-up time and "
-        "memory, which a line in the log adds up.",
-    ),
-    Variable(
-        "check",
-        _flag(),
-        "0",
-        "Debug: verify the tree against SGLang's slots each step, compare with stock attention.",
-    ),
-    Variable(
-        "check_every",
-        _integer(1),
-        "16",
-        "Debug: with CHECK=1, every n-th prefix step runs both backends and compares each layer.",
-    ),
-    Variable(
-        "cpu_platform",
-        _flag(),
-        "0",
-        "Offer a plain PyTorch CPU platform to SGLang, for machines without a GPU.",
-    ),
-)
+def _variable(default: Any, kind: dict[str, Any] | int, doc: str) -> Any:
+    return field(default=default, metadata={"kind": kind, "doc": doc})
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Values of VARIABLES, by field."""
+    """Values of all variables; SGL_PREFIX_ATTN_STRATEGY is `strategy`, and so on."""
 
-    strategy: str = "calibrated"
-    policy: str = "auto"
-    headroom: int = 64
-    max_variant_bs: int = 65536
-    check: bool = False
-    check_every: int = 16
-    cpu_platform: bool = False
+    strategy: str = _variable(
+        "calibrated",
+        _words("query", "naive", "compute", "pat", "calibrated"),
+        "Profit model that packs the radix tree into work items.",
+    )
+    policy: str = _variable(
+        "auto",
+        _words("auto", "prefix", "stock"),
+        "Which kernels a decode step runs: decide each step, or force one of them where possible.",
+    )
+    headroom: int = _variable(
+        64,
+        1,
+        "Tokens that every request can grow before its index segment is full and a step replans.",
+    )
+    max_variant_bs: int = _variable(
+        65536,
+        0,
+        "Largest decode batch size with a CUDA graph of the prefix kernels beside SGLang's own; "
+        "larger captured sizes run stock attention, 0 is none. Each graph costs start-up time and "
+        "memory, which a line in the log adds up.",
+    )
+    check: bool = _variable(
+        False,
+        _FLAG,
+        "Debug: verify the tree against SGLang's slots each step, compare with stock attention.",
+    )
+    check_every: int = _variable(
+        16,
+        1,
+        "Debug: with CHECK=1, every n-th prefix step runs both backends and compares each layer.",
+    )
+    cpu_platform: bool = _variable(
+        False,
+        _FLAG,
+        "Offer a plain PyTorch CPU platform to SGLang, for machines without a GPU.",
+    )
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -146,28 +86,72 @@ class Settings:
     def describe(self) -> str:
         """Say what differs from the defaults, for the log."""
         given = [
-            f"{variable.name}={int(value) if isinstance(value, bool) else value}"
+            f"{variable.name}={variable.text(value)}"
             for variable in VARIABLES
-            if (value := getattr(self, variable.field)) != getattr(Settings, variable.field)
+            if (value := getattr(self, variable.field)) != variable.default
         ]
         return ", ".join(given) or "default settings"
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable, of the field of Settings of that name.
+
+    kind  what its text may be, with the value that each stands for; or the least integer allowed
+    """
+
+    field: str
+    default: Any
+    kind: dict[str, Any] | int
+    doc: str
+
+    @property
+    def name(self) -> str:
+        return PREFIX + self.field.upper()
+
+    @property
+    def allowed(self) -> str:
+        return f"integer >= {self.kind}" if isinstance(self.kind, int) else " | ".join(self.kind)
+
+    def read(self, environ: Mapping[str, str]) -> Any:
+        """Read the variable's value; an unset or empty one is the default.
+
+        Raises ValueError that names variable, value and what is allowed.
+        """
+        text = environ.get(self.name, "").strip()
+        try:
+            return self._parse(text) if text else self.default
+        except (ValueError, KeyError):
+            raise ValueError(f"{self.name}={text!r}: allowed is {self.allowed}") from None
+
+    def _parse(self, text: str) -> Any:
+        if not isinstance(self.kind, int):
+            return self.kind[text]
+        if int(text) < self.kind:
+            raise ValueError
+        return int(text)
+
+    def text(self, value: Any) -> str:
+        """Write a value as the environment has it."""
+        return str(int(value) if isinstance(value, bool) else value)
+
+
+VARIABLES = tuple(Variable(f.name, f.default, **f.metadata) for f in fields(Settings))
 
 
 def _bad_names(environ: Mapping[str, str]) -> list[str]:
     known = sorted(variable.name for variable in VARIABLES)
     unknown = sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
-    problems = []
+    # SGLang itself adds such a twin to each that is set.
+    twins = [(name.replace("SGL_", "SGLANG_", 1), name) for name in known if name not in environ]
+    problems = [
+        f"{twin} is not read, set {name}: SGLang's advice to rename it is about its own"
+        for twin, name in twins
+        if twin in environ
+    ]
     if unknown:
-        problems.append(
-            f"unknown environment variable {', '.join(unknown)}: known are {', '.join(known)}"
-        )
-    for name in known:
-        # SGLang itself adds such a twin to each that is set.
-        twin = name.replace("SGL_", "SGLANG_", 1)
-        if twin in environ and name not in environ:
-            problems.append(
-                f"{twin} is not read, set {name}: SGLang's advice to rename it is about its own"
-            )
+        names = f"{', '.join(unknown)}: known are {', '.join(known)}"
+        problems.insert(0, f"unknown environment variable {names}")
     return problems
 
 
@@ -175,6 +159,6 @@ def markdown_table() -> str:
     """Write the environment table of the docs."""
     rows = ["| variable | values | default | meaning |", "| --- | --- | --- | --- |"]
     for variable in VARIABLES:
-        allowed = variable.kind[1].replace("|", "\\|")
-        rows.append(f"| `{variable.name}` | {allowed} | `{variable.default}` | {variable.doc} |")
+        allowed, default = variable.allowed.replace("|", "\\|"), variable.text(variable.default)
+        rows.append(f"| `{variable.name}` | {allowed} | `{default}` | {variable.doc} |")
     return "\n".join(rows)
