@@ -5,6 +5,7 @@ from __future__ import annotations
 from sgl_prefix_attn.engine.runner_backend import find_backend
 
 TARGET = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
+TYPE = "after"
 WHY = "the radix tree paths of a step are known only through ScheduleBatch.reqs and .tree_cache"
 
 
@@ -13,9 +14,3 @@ def hook(forward_batch, cls, batch, model_runner, **kwargs):
     backend = find_backend(model_runner)
     if backend is not None:
         backend.observe(forward_batch, batch)
-
-
-def register() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(TARGET, hook, HookType.AFTER)

@@ -8,6 +8,7 @@ TARGET = (
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner."
     "DecodeCudaGraphRunner.capture_one_shape"
 )
+TYPE = "around"
 WHY = "a stock step must cost what it costs without the plugin, so both variants need a graph"
 
 
@@ -38,9 +39,3 @@ def find_graph_backend(runner):
         return None
     backend = find_backend(runner.model_runner)
     return backend if backend is not None and backend.can_run_prefix else None
-
-
-def register() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(TARGET, hook, HookType.AROUND)

@@ -7,6 +7,7 @@ from sgl_prefix_attn.engine.runner_backend import find_backend
 TARGET = (
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph"
 )
+TYPE = "around"
 WHY = "a cross-checked step (SGL_PREFIX_ATTN_CHECK) runs both backends; a graph holds one"
 
 
@@ -16,9 +17,3 @@ def hook(original, runner, forward_batch):
     if backend is not None and backend.needs_eager_step:
         return False
     return original(runner, forward_batch)
-
-
-def register() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(TARGET, hook, HookType.AROUND)

@@ -9,6 +9,7 @@ TARGET = (
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner."
     "DecodeCudaGraphRunner._make_graph_key"
 )
+TYPE = "around"
 WHY = "SGLang's key of a decode graph has no place for the kernels that attention runs"
 
 
@@ -18,9 +19,3 @@ def hook(original, runner, size, stream_idx=None, variant_label=None):
     if backend is not None and backend.graph_is_prefix:
         variant_label = prefix_label(variant_label)
     return original(runner, size, stream_idx, variant_label)
-
-
-def register() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(TARGET, hook, HookType.AROUND)

@@ -7,15 +7,10 @@ not changed need not look at every request, which costs more than all other book
 from __future__ import annotations
 
 TARGET = "sglang.srt.mem_cache.radix_cache.RadixCache.cache_unfinished_req"
+TYPE = "before"
 WHY = "a plan is out of date when SGLang maps a running request to another one's slots"
 
 
 def hook(tree_cache, *args, **kwargs):
     """Count before cache_unfinished_req, so also where it fails halfway."""
     tree_cache.prefix_attn_remaps = getattr(tree_cache, "prefix_attn_remaps", 0) + 1
-
-
-def register() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(TARGET, hook, HookType.BEFORE)

@@ -6,6 +6,7 @@ from sgl_prefix_attn.engine.model_support import raise_if_unsupported
 from sgl_prefix_attn.settings import BACKEND_NAME, Settings
 
 TARGET = "sglang.srt.server_args.ServerArgs.check_server_args"
+TYPE = "around"
 WHY = "SGLang builds its backend last: a bad variable would stop the server minutes after its start"
 
 
@@ -15,9 +16,3 @@ def hook(original, server_args):
     if BACKEND_NAME in server_args.get_attention_backends():
         Settings.from_env()  # raises ValueError
         raise_if_unsupported(server_args.get_model_config())
-
-
-def register() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(TARGET, hook, HookType.AROUND)

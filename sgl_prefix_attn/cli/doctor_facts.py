@@ -7,22 +7,21 @@ import shutil
 import sys
 from dataclasses import dataclass, field
 from importlib import metadata
+from typing import NamedTuple
+
+from sgl_prefix_attn.plugin.versions import RELEASES
 
 PACKAGES = ("sgl-prefix-attn", "sglang", "torch", "triton", "flashinfer-python", "numba", "numpy")
-GENERAL_GROUP = "sglang.srt.plugins"
-PLATFORM_GROUP = "sglang.srt.platforms"
+PLUGIN = "prefix_attn"  # our entry point in SGLang's group
 _PREFIXES = ("SGLANG_", "SGL_PREFIX_ATTN_")
 
 
-@dataclass(frozen=True)
-class EntryPoint:
-    name: str
+class EntryPoint(NamedTuple):
     value: str
     dist: str
 
 
-@dataclass(frozen=True)
-class Hook:
+class Hook(NamedTuple):
     """One patched place in SGLang; `error` says why it does not resolve, empty if it does."""
 
     module: str
@@ -37,6 +36,7 @@ class Facts:
 
     `unmet`: of `versions` those that the installed SGLang does not accept, with what it requires.
     `env` has the variables of SGLang and the plugin, and CC.
+    `plugins`: what SGLang would load under our entry point's name.
     `calibration`: what a server with 32/8 heads would find, its source, and whether the server
     would log it as a warning; "" without a GPU.
     """
@@ -45,10 +45,7 @@ class Facts:
     env: dict[str, str]
     versions: dict[str, str | None]
     unmet: dict[str, str] = field(default_factory=dict)
-    supported_sglang: tuple[str, ...] = ()
-    plugin_error: str = ""
     plugins: tuple[EntryPoint, ...] = ()
-    platforms: tuple[EntryPoint, ...] = ()
     hooks: tuple[Hook, ...] = ()
     gpu: str = ""
     arch: tuple[int, int] | None = None
@@ -61,19 +58,19 @@ class Facts:
 def gather() -> Facts:
     """Read everything. Imports torch, sglang and the patches, so it takes some seconds."""
     gpu, arch = _gpu()
-    supported, plugin_error = _supported_sglang()
     calibration, source, warning = _calibration() if gpu else ("", "", False)
     versions = {name: _version(name) for name in PACKAGES}
+    release = RELEASES[-1]
     return Facts(
         python=sys.version_info[:2],
         env={k: v for k, v in os.environ.items() if k == "CC" or k.startswith(_PREFIXES)},
         versions=versions,
         unmet=_unmet(versions),
-        supported_sglang=supported,
-        plugin_error=plugin_error,
-        plugins=_entry_points(GENERAL_GROUP),
-        platforms=_entry_points(PLATFORM_GROUP),
-        hooks=tuple(_hooks()),
+        plugins=tuple(
+            EntryPoint(e.value, e.dist.name if e.dist else "?")
+            for e in metadata.entry_points(group="sglang.srt.plugins", name=PLUGIN)
+        ),
+        hooks=tuple(map(_hook, (*release.hooks, *release.cpu_hooks))),
         gpu=gpu,
         arch=arch,
         compiler=_compiler(),
@@ -114,11 +111,6 @@ def _compiler() -> str:
     return next((path for path in map(shutil.which, candidates) if path), "")
 
 
-def _entry_points(group: str) -> tuple[EntryPoint, ...]:
-    found = metadata.entry_points(group=group)
-    return tuple(EntryPoint(e.name, e.value, e.dist.name if e.dist else "?") for e in found)
-
-
 def _gpu() -> tuple[str, tuple[int, int] | None]:
     try:
         import torch
@@ -145,33 +137,13 @@ def _calibration() -> tuple[str, str, bool]:
     return found.message, found.calibration.source, found.warning
 
 
-def _supported_sglang() -> tuple[tuple[str, ...], str]:
-    """(supported versions, why the plugin module cannot be imported or "")."""
+def _hook(module: str) -> Hook:
+    """Resolve the target of sgl_prefix_attn.patches.<module> in the SGLang installed."""
+    target = why = error = ""
     try:
-        from sgl_prefix_attn.plugin.versions import SUPPORTED
-    except Exception as error:
-        return (), f"{type(error).__name__}: {error}"
-    return SUPPORTED, ""
-
-
-def _hooks():
-    """Every (module, target) of sgl_prefix_attn.patches; a module without TARGET is no hook."""
-    import sgl_prefix_attn.patches as patches
-
-    for info in pkgutil.iter_modules(patches.__path__):
-        try:
-            module = importlib.import_module(f"{patches.__name__}.{info.name}")
-        except Exception as error:
-            yield Hook(info.name, "", "", f"{type(error).__name__}: {error}")
-            continue
-        targets = getattr(module, "TARGET", ())
-        for target in (targets,) if isinstance(targets, str) else targets:
-            yield Hook(info.name, target, module.WHY, _resolve_error(target))
-
-
-def _resolve_error(target: str) -> str:
-    try:
+        patch = importlib.import_module(f"sgl_prefix_attn.patches.{module}")
+        target, why = patch.TARGET, patch.WHY
         pkgutil.resolve_name(target)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    except Exception as reason:
+        error = f"{type(reason).__name__}: {reason}"
+    return Hook(module, target, why, error)

@@ -7,33 +7,29 @@ function that builds the backend.
 
 from __future__ import annotations
 
+import functools
 import logging
 
 from sgl_prefix_attn import __version__
 from sgl_prefix_attn.plugin import versions
-from sgl_prefix_attn.settings import BACKEND_NAME
+from sgl_prefix_attn.settings import BACKEND_NAME, Settings
 
 logger = logging.getLogger(__name__)
 
-_registered = False
 
-
+@functools.cache
 def register() -> None:
     """Make `--attention-backend prefix` known to this process. Idempotent, cheap, no CUDA."""
-    global _registered
-    if _registered:
-        return
-    _registered = True
-
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.server_args import add_attention_backend_choices
 
     add_attention_backend_choices([BACKEND_NAME])
     register_attention_backend(BACKEND_NAME)(create)
-    release = versions.installed()
-    if release is None:
+    try:
+        release = versions.installed()
+    except RuntimeError as error:
         # No hooks on an SGLang that they were not written for; `create` raises if it is reached.
-        logger.warning("%s", versions.problem())
+        logger.warning("%s", error)
         return
 
     from sgl_prefix_attn.plugin.hooks import register_all
@@ -49,13 +45,10 @@ def create(runner):
     not the same on all tensor-parallel ranks.
     """
     release = versions.installed()
-    if release is None:
-        raise RuntimeError(versions.problem())
     from sgl_prefix_attn.engine.backend import PrefixAttnBackend, create_stock
     from sgl_prefix_attn.engine.model_support import raise_if_unsupported
     from sgl_prefix_attn.engine.ranks import cpu_group, raise_unless_alike
     from sgl_prefix_attn.plugin.hooks import verify_applied
-    from sgl_prefix_attn.settings import Settings
 
     settings = Settings.from_env()
     raise_if_unsupported(runner.model_config)
@@ -87,9 +80,8 @@ def prefill_advice(server_args) -> str | None:
 
     prefill, _ = server_args.get_attention_backends()
     # With speculative decoding the default is not always FA3.
-    if server_args.speculative_algorithm is not None:
-        return None
-    if prefill != BACKEND_NAME or not is_hopper_with_cuda_12_3():
+    speculative = server_args.speculative_algorithm is not None
+    if speculative or prefill != BACKEND_NAME or not is_hopper_with_cuda_12_3():
         return None
     return (
         f"--attention-backend {BACKEND_NAME}: prefill runs on FlashInfer, which is slower on this "

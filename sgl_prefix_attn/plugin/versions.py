@@ -5,46 +5,48 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import metadata
 
-# Modules of sgl_prefix_attn.patches that every supported release needs.
-_HOOKS = (
-    "server_arguments",
-    "batch_requests",
-    "remaps",
-    "graph_capture",
-    "graph_key",
-    "graph_gate",
-)
-
 
 @dataclass(frozen=True)
 class Release:
     """One supported SGLang release.
 
-    hooks    modules of sgl_prefix_attn.patches that `--attention-backend prefix` relies on
-    readers  modules of sgl_prefix_attn.paths that read this release's prefix caches
+    hooks      modules of sgl_prefix_attn.patches that `--attention-backend prefix` relies on
+    cpu_hooks  those that our CPU platform needs besides
+    readers    modules of sgl_prefix_attn.paths that read this release's prefix caches
     """
 
     version: str
-    hooks: tuple[str, ...] = _HOOKS
+    hooks: tuple[str, ...] = (
+        "server_arguments",
+        "batch_requests",
+        "remaps",
+        "graph_capture",
+        "graph_key",
+        "graph_gate",
+    )
+    cpu_hooks: tuple[str, ...] = ("cpu_no_triton", "cpu_last_loc")
     readers: tuple[str, ...] = ("radix",)
 
 
 RELEASES = (Release("0.5.17"),)
-SUPPORTED = tuple(release.version for release in RELEASES)
+SUPPORTED = ", ".join(release.version for release in RELEASES)
+INSTALL = f"pip install sglang=={RELEASES[-1].version}"
 
 
-def installed() -> Release | None:
-    """Return the table's row for the installed SGLang, None where it has none."""
+def release_of(version: str | None) -> Release | None:
+    """Return the table's row for a version of SGLang, None where it has none."""
     # A local tag (0.5.17+cu130) is another build of the same code.
-    version = metadata.version("sglang").split("+")[0]
-    return next((release for release in RELEASES if release.version == version), None)
+    public = (version or "").split("+")[0]
+    return next((release for release in RELEASES if release.version == public), None)
 
 
-def problem() -> str | None:
-    """Say why the installed SGLang cannot be used, with what to do, or None."""
-    if installed() is not None:
-        return None
-    return (
-        f"--attention-backend prefix: SGLang {metadata.version('sglang')} is installed, supported "
-        f"is {', '.join(SUPPORTED)}: pip install sglang=={SUPPORTED[-1]}"
-    )
+def installed() -> Release:
+    """Return the installed SGLang's row. Raises RuntimeError, with what to do, if it has none."""
+    version = metadata.version("sglang")
+    release = release_of(version)
+    if release is None:
+        raise RuntimeError(
+            f"--attention-backend prefix: SGLang {version} is installed, supported is {SUPPORTED}: "
+            f"{INSTALL}"
+        )
+    return release

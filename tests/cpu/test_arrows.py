@@ -33,7 +33,6 @@ ROOMS = {
         "api",
         "calibrate",
         "explain",
-        "patches",
         "plan",
         "plugin",
         "predict",

@@ -2,22 +2,24 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from sgl_prefix_attn import patches
 from sgl_prefix_attn.cli import doctor, doctor_facts, main
-from sgl_prefix_attn.cli.doctor_checks import FAIL, OK, WARN, check_prefill, run_checks
+from sgl_prefix_attn.cli.doctor_checks import FAIL, OK, WARN, run_checks
 from sgl_prefix_attn.cli.doctor_facts import EntryPoint, Facts, Hook
+from sgl_prefix_attn.plugin.versions import RELEASES
 
-OURS = EntryPoint("prefix_attn", "sgl_prefix_attn.plugin.entry_point:register", "sgl-prefix-attn")
+OURS = EntryPoint("sgl_prefix_attn.plugin.entry_point:register", "sgl-prefix-attn")
 CPU = {"SGL_PREFIX_ATTN_CPU_PLATFORM": "1"}
 GOOD = Facts(
     python=(3, 11),
     env={},
     versions={name: "1.0" for name in doctor_facts.PACKAGES} | {"sglang": "0.5.17"},
-    supported_sglang=("0.5.17",),
     plugins=(OURS,),
     hooks=(Hook("batch_requests", "sglang.a.b", "why", ""),),
     gpu="NVIDIA H100",
@@ -42,11 +44,10 @@ FAULTS = {
         "flashinfer-python",
     ),
     "other sglang": (replace(GOOD, versions=GOOD.versions | {"sglang": "0.5.9"}), "sglang version"),
-    "plugin broken": (replace(GOOD, plugin_error="ImportError: x"), "sglang version"),
     "not installed": (replace(GOOD, plugins=()), "plugin entry point"),
     "installed twice": (replace(GOOD, plugins=(OURS, OURS)), "plugin entry point"),
     "name taken": (
-        replace(GOOD, plugins=(replace(OURS, value="other:f", dist="other"),)),
+        replace(GOOD, plugins=(EntryPoint("other:f", "other"),)),
         "plugin entry point",
     ),
     "excluded": (replace(GOOD, env={"SGLANG_PLUGINS": "a, b"}), "plugin filters"),
@@ -61,10 +62,9 @@ FAULTS = {
         replace(GOOD, hooks=(Hook("batch_requests", "sglang.a.b", "why", "no attribute b"),)),
         "hook batch_requests",
     ),
-    "no hooks": (replace(GOOD, hooks=()), "hooks"),
     "CPU hook target gone": (
-        replace(ON_CPU, hooks=(Hook("cpu_index_helpers", "sglang.c", "why", "no attribute"),)),
-        "hook cpu_index_helpers",
+        replace(ON_CPU, hooks=(Hook("cpu_last_loc", "sglang.c", "why", "no attribute"),)),
+        "hook cpu_last_loc",
     ),
     "no device": (replace(ON_CPU, env={}), "device"),
     "CPU engine of SGLang": (replace(ON_CPU, env=CPU | {"SGLANG_USE_CPU_ENGINE": "1"}), "device"),
@@ -185,7 +185,7 @@ def test_the_calibration_of_a_gpu_is_looked_up(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("arch", "hint"), [((9, 0), True), ((8, 0), False), ((10, 0), False)])
 def test_on_hopper_the_faster_prefill_is_named(arch, hint):
-    check = check_prefill(replace(GOOD, arch=arch))
+    (check,) = (c for c in run_checks(replace(GOOD, arch=arch)) if c.name == "prefill")
     assert check.status == OK and check.detail.startswith("FlashInfer")
     assert ("--prefill-attention-backend fa3" in check.detail) == hint
 
@@ -193,21 +193,32 @@ def test_on_hopper_the_faster_prefill_is_named(arch, hint):
 def test_without_sglang_no_hook_is_blamed():
     failed = [c for c in run_checks(replace(GOOD, versions=without("sglang"))) if c.fix]
     assert [check.name for check in failed] == ["sglang", "sglang version"]
-    assert failed[1].fix == f"pip install sglang=={GOOD.supported_sglang[-1]}"
+    assert failed[1].fix == "pip install sglang==0.5.17"
 
 
 def test_what_the_cpu_can_do_without():
     case = replace(ON_CPU, versions=without("flashinfer-python"), compiler="")
     assert doctor.works(run_checks(case))
-    hooks = (*GOOD.hooks, Hook("cpu_index_helpers", "sglang.c", "why", "no attribute c"))
+    hooks = (*GOOD.hooks, Hook("cpu_last_loc", "sglang.c", "why", "no attribute c"))
     assert doctor.works(run_checks(replace(GOOD, hooks=hooks))), "not needed on a GPU"
 
 
 def test_a_target_that_is_gone_is_seen(monkeypatch):
-    patches = pytest.importorskip("sgl_prefix_attn.patches.cpu_index_helpers")
-    monkeypatch.setattr(patches, "TARGET", ("sglang.srt.utils.common.no_such_function",))
-    (hook,) = [hook for hook in doctor_facts._hooks() if hook.module == "cpu_index_helpers"]
-    assert "no_such_function" in hook.error
+    patch = pytest.importorskip("sgl_prefix_attn.patches.cpu_no_triton")
+    assert doctor_facts._hook("cpu_no_triton") == ("cpu_no_triton", patch.TARGET, patch.WHY, "")
+    monkeypatch.setattr(patch, "TARGET", "sglang.srt.utils.common.no_such_function")
+    assert "no_such_function" in doctor_facts._hook("cpu_no_triton").error
+
+
+def test_a_hook_that_does_not_import_is_seen():
+    assert doctor_facts._hook("no_such_hook").error.startswith("ModuleNotFoundError: ")
+
+
+def test_every_patch_is_a_hook_of_the_release():
+    """The report names what the table of releases names."""
+    release = RELEASES[-1]
+    named = {path.stem for path in Path(patches.__path__[0]).glob("*.py")}
+    assert named == {*release.hooks, *release.cpu_hooks}
 
 
 @pytest.mark.parametrize("opted_in", ["0", "1"])
