@@ -1,4 +1,4 @@
 """What decode steps did: counters, SGLang's /metrics, the line in the log.
 
-step -> stepcount -> counters -> exporter, decode_log
+step -> step_count -> counters -> exporter, decode_log
 """

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-KV_KINDS = ("read", "query_centric", "unique")
 # How the evaluation of a batch ended: with a plan, or with an error.
 PLANNED, FAILED = "planned", "failed"
 
@@ -70,17 +69,12 @@ class StepCounters:
     def step(self, decision: Decision, kv_tokens: KvTokens, steps: int = 1) -> None:
         """Count steps; kv_tokens: of all these steps together."""
         self.steps[decision] += steps
-        for kind, tokens in zip(KV_KINDS, kv_tokens, strict=True):
+        for kind, tokens in zip(KvTokens._fields, kv_tokens, strict=True):
             self.kv_tokens[kind] += tokens
         if self.exporter is not None:
             self.exporter.step(decision, kv_tokens, steps)
         if self.decode_log is not None:
             self.decode_log.step(decision, self, steps)
-
-    def interval(self, variant: str, seconds: float) -> None:
-        """Export the wall-clock time between the starts of two decode steps (StepIntervals)."""
-        if self.exporter is not None:
-            self.exporter.interval(variant, seconds)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -92,22 +86,25 @@ class StepCounters:
         finally:
             seconds = time.perf_counter() - start
             self.plan_seconds[outcome] = self.plan_seconds.get(outcome, 0.0) + seconds
-            if self.exporter is not None:
-                self.exporter.planned(outcome, seconds)
+            self._export("plan_seconds_total", seconds, outcome)
 
     def plan(self, cause: str, stats: PlanStats) -> None:
         self.plans[cause] += 1
         self.last_plan = stats
-        if self.exporter is not None:
-            self.exporter.plan(cause, stats)
+        self._export("plans_total", 1, cause)
+        self._export("plan_packs_total", stats.num_packs)
+        self._export("plan_work_items_total", stats.num_items)
 
     def mismatch(self) -> None:
         self.mismatches += 1
-        if self.exporter is not None:
-            self.exporter.mismatch()
+        self._export("check_mismatches_total", 1)
 
     def log_once(self, reason: str, level: int, message: str, *args, exc_info=None) -> None:
         """Log the first occurrence of a reason; the counters tell how often it came again."""
         if reason not in self._told:
             self._told.add(reason)
             logger.log(level, message, *args, exc_info=exc_info)
+
+    def _export(self, name: str, amount: float, *labels: str) -> None:
+        if self.exporter is not None:
+            self.exporter.add(name, amount, *labels)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from typing import Any
 
 from sgl_prefix_attn.metrics.counters import KvSize, StepCounters
 from sgl_prefix_attn.records import Decision
@@ -21,54 +22,42 @@ class DecodeLog:
         self.interval = interval
         self._size = size
         self._steps = 0
-        self._before = _Totals(StepCounters())
+        # What the last line was written from: steps, KV tokens and plans; seconds of planning.
+        self._before = [Counter[Any]() for _ in range(3)]
+        self._seconds_before = 0.0
 
     def step(self, decision: Decision, counters: StepCounters, steps: int = 1) -> None:
         """So many steps were counted."""
         lines = self._steps // self.interval
         self._steps += steps
         if self._steps // self.interval > lines:
-            now = _Totals(counters)
-            logger.info("%s", describe(now, self._before, decision, counters, self._size))
-            self._before = now
+            logger.info("%s", self._line(decision, counters))
 
-
-class _Totals:
-    """A copy of the counters that a line reports the growth of."""
-
-    def __init__(self, counters: StepCounters):
-        self.steps = Counter(counters.steps)
-        self.kv_tokens = Counter(counters.kv_tokens)
-        self.plans = Counter(counters.plans)
-        self.plan_seconds = sum(counters.plan_seconds.values())
-
-
-def describe(
-    now: _Totals, before: _Totals, last: Decision, counters: StepCounters, size: KvSize
-) -> str:
-    """Write the line; KV bytes over all layers of this rank, predictions of the last decision."""
-    steps, plans = now.steps - before.steps, now.plans - before.plans
-    kv_tokens = now.kv_tokens - before.kv_tokens
-    read, query_centric = (
-        kv_tokens[kind] * size.token_bytes / 1e9 for kind in ("read", "query_centric")
-    )
-    saved = query_centric - read
-    share = saved / query_centric if query_centric else 0.0  # no layers: no bytes
-    parts = [
-        f"Prefix attention, #step: {steps.total()}",
-        *(f"{d.variant} ({d.reason}): {count}" for d, count in steps.most_common()),
-        f"KV read: {read:.3f} GB",
-        f"KV saved: {saved:.3f} GB ({share:.1%})",
-    ]
-    if last.predicted is not None:
-        times = last.predicted
-        parts.append(
-            f"predicted us/layer: prefix {times.prefix_us:.1f}, stock {times.stock_us:.1f}"
+    def _line(self, last: Decision, counters: StepCounters) -> str:
+        """Write the line; KV bytes: over all layers of this rank, times: of the last decision."""
+        now = [Counter(total) for total in (counters.steps, counters.kv_tokens, counters.plans)]
+        steps, kv_tokens, plans = (a - b for a, b in zip(now, self._before, strict=True))
+        seconds = sum(counters.plan_seconds.values())
+        planning_ms = 1e3 * (seconds - self._seconds_before)
+        self._before, self._seconds_before = now, seconds
+        read, query_centric = (
+            kv_tokens[kind] * self._size.token_bytes / 1e9 for kind in ("read", "query_centric")
         )
-    causes = ", ".join(f"{cause} {count}" for cause, count in plans.most_common())
-    parts.append(f"#plan: {plans.total()}" + (f" ({causes})" if causes else ""))
-    parts.append(f"planning (ms): {1e3 * (now.plan_seconds - before.plan_seconds):.2f}")
-    if counters.last_plan is not None:
-        stats = counters.last_plan
-        parts.append(f"last plan: #pack: {stats.num_packs}, #work-item: {stats.num_items}")
-    return ", ".join(parts)
+        saved = query_centric - read
+        share = saved / query_centric if query_centric else 0.0  # no layers: no bytes
+        parts = [
+            f"Prefix attention, #step: {steps.total()}",
+            *(f"{d.variant} ({d.reason}): {count}" for d, count in steps.most_common()),
+            f"KV read: {read:.3f} GB",
+            f"KV saved: {saved:.3f} GB ({share:.1%})",
+        ]
+        if (times := last.predicted) is not None:
+            parts.append(
+                f"predicted us/layer: prefix {times.prefix_us:.1f}, stock {times.stock_us:.1f}"
+            )
+        causes = ", ".join(f"{cause} {count}" for cause, count in plans.most_common())
+        parts.append(f"#plan: {plans.total()}" + (f" ({causes})" if causes else ""))
+        parts.append(f"planning (ms): {planning_ms:.2f}")
+        if (stats := counters.last_plan) is not None:
+            parts.append(f"last plan: #pack: {stats.num_packs}, #work-item: {stats.num_items}")
+        return ", ".join(parts)

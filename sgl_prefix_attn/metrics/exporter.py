@@ -9,74 +9,60 @@ from __future__ import annotations
 
 import functools
 
-from sgl_prefix_attn.metrics.counters import KV_KINDS, KvSize, KvTokens
-from sgl_prefix_attn.records import PREFIX, STOCK, Decision, PlanStats
+from sgl_prefix_attn.metrics.counters import KvSize, KvTokens
+from sgl_prefix_attn.records import PREFIX, STOCK, Decision
+
+# Name (behind sglang:prefix_attn_), text, labels.
+_COUNTERS = (
+    ("steps_total", "Decode steps by kernel variant and the reason for it.", "variant", "reason"),
+    (
+        "kv_tokens_total",
+        "KV tokens per layer of decode steps: read, what a query-centric kernel reads, unique "
+        "(of steps whose radix tree was read).",
+        "kind",
+    ),
+    (
+        "kv_bytes_total",
+        "The same in bytes of K and V over all layers of tensor-parallel rank 0.",
+        "kind",
+    ),
+    (
+        "predicted_attention_seconds_total",
+        "Predicted seconds of attention over all layers, of steps chosen by predicted times.",
+        "variant",
+    ),
+    ("plans_total", "Plans made, by what made the one before invalid.", "cause"),
+    (
+        "plan_seconds_total",
+        "Host seconds of reading the tree, predicting and planning, by how that ended.",
+        "outcome",
+    ),
+    ("plan_packs_total", "Packs of the plans made."),
+    ("plan_work_items_total", "Work items per KV head and layer of the plans made."),
+    (
+        "check_mismatches_total",
+        "Layers whose prefix and stock outputs differed (SGL_PREFIX_ATTN_CHECK=1).",
+    ),
+)
+_INTERVALS = (
+    "decode_interval_seconds",
+    "Wall-clock time from the start of a decode step on the host to that of the next, "
+    "with no other forward pass or change of variant in or just before it.",
+    "variant",
+)
 
 
-class _Metrics:
-    """The metrics of one registry: all backends of a process share them."""
+@functools.cache
+def _metrics(registry) -> dict:
+    """Make the metrics of one registry, by name: all backends of a process share them."""
+    from prometheus_client import REGISTRY, Counter, Summary
 
-    def __init__(self, registry):
-        from prometheus_client import REGISTRY, Counter, Summary
-
-        def make(kind, name: str, text: str, *labels: str):
-            registered = REGISTRY if registry is None else registry
-            return kind(f"sglang:prefix_attn_{name}", text, labels, registry=registered)
-
-        self.steps = make(
-            Counter,
-            "steps_total",
-            "Decode steps by kernel variant and the reason for it.",
-            "variant",
-            "reason",
-        )
-        self.kv_tokens = make(
-            Counter,
-            "kv_tokens_total",
-            "KV tokens per layer of decode steps: read, what a query-centric kernel reads, unique "
-            "(of steps whose radix tree was read).",
-            "kind",
-        )
-        self.kv_bytes = make(
-            Counter,
-            "kv_bytes_total",
-            "The same in bytes of K and V over all layers of tensor-parallel rank 0.",
-            "kind",
-        )
-        self.predicted = make(
-            Counter,
-            "predicted_attention_seconds_total",
-            "Predicted seconds of attention over all layers, of steps chosen by predicted times.",
-            "variant",
-        )
-        self.intervals = make(
-            Summary,
-            "decode_interval_seconds",
-            "Wall-clock time from the start of a decode step on the host to that of the next, "
-            "with no other forward pass or change of variant in or just before it.",
-            "variant",
-        )
-        self.plans = make(
-            Counter, "plans_total", "Plans made, by what made the one before invalid.", "cause"
-        )
-        self.plan_seconds = make(
-            Counter,
-            "plan_seconds_total",
-            "Host seconds of reading the tree, predicting and planning, by how that ended.",
-            "outcome",
-        )
-        self.plan_packs = make(Counter, "plan_packs_total", "Packs of the plans made.")
-        self.plan_items = make(
-            Counter, "plan_work_items_total", "Work items per KV head and layer of the plans made."
-        )
-        self.mismatches = make(
-            Counter,
-            "check_mismatches_total",
-            "Layers whose prefix and stock outputs differed (SGL_PREFIX_ATTN_CHECK=1).",
-        )
-
-
-_metrics = functools.cache(_Metrics)
+    made = {}
+    for kind, rows in ((Counter, _COUNTERS), (Summary, (_INTERVALS,))):
+        for name, text, *labels in rows:
+            full_name = f"sglang:prefix_attn_{name}"
+            made[name] = kind(full_name, text, labels, registry=registry or REGISTRY)
+    return made
 
 
 class PrometheusExporter:
@@ -86,42 +72,43 @@ class PrometheusExporter:
     """
 
     def __init__(self, size: KvSize, registry=None):
-        self._metrics = metrics = _metrics(registry)
-        self._token_bytes = size.token_bytes
-        self._seconds_per_us = size.num_layers * 1e-6
+        self._metrics = _metrics(registry)
+        self._size = size
+        self._incs: dict = {}  # (name, labels) -> inc of that metric
+        # These are there with 0 from the start.
         self._kv = [
-            (metrics.kv_tokens.labels(kind=kind).inc, metrics.kv_bytes.labels(kind=kind).inc)
-            for kind in KV_KINDS
+            (self._inc("kv_tokens_total", kind), self._inc("kv_bytes_total", kind))
+            for kind in KvTokens._fields
         ]
-        variants = (PREFIX, STOCK)
-        self._predicted = {v: metrics.predicted.labels(variant=v).inc for v in variants}
-        self._interval = {v: metrics.intervals.labels(variant=v).observe for v in variants}
-        self._steps: dict = {}  # Decision -> inc of its label
+        intervals = self._metrics["decode_interval_seconds"]
+        self._observe = {}
+        for variant in (PREFIX, STOCK):
+            self._inc("predicted_attention_seconds_total", variant)
+            self._observe[variant] = intervals.labels(variant).observe
 
-    def step(self, decision: Decision, kv_tokens: KvTokens, steps: int = 1) -> None:
-        inc = self._steps.get(decision)
-        if inc is None:
-            labels = self._metrics.steps.labels(variant=decision.variant, reason=decision.reason)
-            inc = self._steps[decision] = labels.inc
-        inc(steps)
+    def add(self, name: str, amount: float, *labels: str) -> None:
+        """Increment the counter of that name."""
+        self._inc(name, *labels)(amount)
+
+    def step(self, decision: Decision, kv_tokens: KvTokens, steps: int) -> None:
+        """Count steps; kv_tokens: of all these steps together."""
+        self.add("steps_total", steps, decision.variant, decision.reason)
         for (inc_tokens, inc_bytes), tokens in zip(self._kv, kv_tokens, strict=True):
             inc_tokens(tokens)
-            inc_bytes(tokens * self._token_bytes)
-        predicted = decision.predicted
-        if predicted is not None:
-            us = predicted.prefix_us if decision.variant == PREFIX else predicted.stock_us
-            self._predicted[decision.variant](us * self._seconds_per_us * steps)
+            inc_bytes(tokens * self._size.token_bytes)
+        if (times := decision.predicted) is not None:
+            us = times.prefix_us if decision.variant == PREFIX else times.stock_us
+            seconds = us * 1e-6 * self._size.num_layers * steps
+            self.add("predicted_attention_seconds_total", seconds, decision.variant)
 
     def interval(self, variant: str, seconds: float) -> None:
-        self._interval[variant](seconds)
+        """Count the wall-clock time between the starts of two decode steps (StepIntervals)."""
+        self._observe[variant](seconds)
 
-    def planned(self, outcome: str, seconds: float) -> None:
-        self._metrics.plan_seconds.labels(outcome=outcome).inc(seconds)
-
-    def plan(self, cause: str, stats: PlanStats) -> None:
-        self._metrics.plans.labels(cause=cause).inc()
-        self._metrics.plan_packs.inc(stats.num_packs)
-        self._metrics.plan_items.inc(stats.num_items)
-
-    def mismatch(self) -> None:
-        self._metrics.mismatches.inc()
+    def _inc(self, name: str, *labels: str):
+        inc = self._incs.get((name, labels))
+        if inc is None:
+            metric = self._metrics[name]
+            inc = (metric.labels(*labels) if labels else metric).inc
+            self._incs[name, labels] = inc
+        return inc

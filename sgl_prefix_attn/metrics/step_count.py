@@ -8,14 +8,14 @@ import numpy as np
 
 from sgl_prefix_attn.metrics.counters import KvTokens, StepCounters
 from sgl_prefix_attn.metrics.intervals import StepIntervals
-from sgl_prefix_attn.records import Decision, PlanStats
+from sgl_prefix_attn.records import PREFIX, Decision, PlanStats
 
 # Steps that are counted together unless they are exported: a scrape must find the exact numbers.
 _BATCH = 8
 
 
 class StepCount:
-    """Use per decode step: start(), after an evaluation evaluated_*(), then known() or unread().
+    """Use per decode step: start(), after an evaluation evaluated(), then known() or unread().
 
     The counters may lag behind by less than _BATCH steps until flush().
     """
@@ -37,24 +37,18 @@ class StepCount:
             return
         interval = self._intervals.start(reqs)
         if interval is not None:
-            self._counters.interval(*interval)
+            self._counters.exporter.interval(*interval)
 
     def interrupt(self) -> None:
         """Something else than a usual decode step runs: the time around it is no step's time."""
         self._intervals.interrupt()
 
-    def evaluated_prefix(self, stats: PlanStats) -> None:
-        """From now on the batch runs a plan."""
-        self._carry_on(stats.kv_tokens_read, stats.kv_tokens_query_centric, stats.kv_tokens_unique)
-
-    def evaluated_stock(self, seq_lens: np.ndarray, unique: int) -> None:
-        """From now on the batch runs stock kernels; unique: distinct KV tokens of its tree."""
-        total = sum(seq_lens.tolist())
-        self._carry_on(total, total, unique)
-
-    def _carry_on(self, *tokens: int) -> None:
+    def evaluated(self, stats: PlanStats, variant: str) -> None:
+        """From now on the batch runs this plan, or stock kernels in spite of it."""
         self.flush()
-        self._first = KvTokens(*tokens)
+        total = stats.kv_tokens_query_centric
+        read = stats.kv_tokens_read if variant == PREFIX else total
+        self._first = KvTokens(read, total, stats.kv_tokens_unique)
         self._steps_since = 0
 
     def known(self, decision: Decision, batch_size: int) -> None:

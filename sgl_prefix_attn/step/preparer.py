@@ -184,7 +184,7 @@ class StepPreparer:
         if done.decision.variant != PREFIX:
             # Until the batch changes or has grown by the headroom.
             self.lifetime.planned(batch, reader, self.settings.headroom)
-            self._count.evaluated_stock(batch.seq_lens, stats.kv_tokens_unique)
+            self._count.evaluated(stats, done.decision.variant)
             self._evaluated = done.decision
             return None
         if not self._fits(plan):
@@ -193,7 +193,7 @@ class StepPreparer:
                 f"{plan.num_partials} partial rows do not fit the workspace"
             )
         self.lifetime.planned(batch, reader, plan.appends_left)
-        self._count.evaluated_prefix(stats)
+        self._count.evaluated(stats, done.decision.variant)
         self._evaluated = done.decision
         return plan
 
