@@ -10,9 +10,8 @@ SGLang calls `activate` in every process (entry point group `sglang.srt.platform
 import os
 
 import torch
-from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.cpu import CpuSRTPlatform
 from sglang.srt.platforms.device_mixin import PlatformEnum
-from sglang.srt.platforms.interface import SRTPlatform
 
 from sgl_prefix_attn.settings import VARIABLES
 
@@ -44,7 +43,7 @@ def activate() -> str | None:
     return f"{__name__}.{TorchCpuPlatform.__qualname__}" if is_active() else None
 
 
-class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
+class TorchCpuPlatform(CpuSRTPlatform):
     """CPU device operations of SGLang, native forwards, host-side index helpers in torch."""
 
     _enum = PlatformEnum.OOT  # MultiPlatformOp then chooses forward_native: no sgl_kernel needed

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator, alloc_extend_naive
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 
 from sgl_prefix_attn.cpu import allocator, platform
 
@@ -42,23 +42,18 @@ def test_a_bad_value_names_the_variable(bare_machine):
         platform.is_active()
 
 
-@pytest.mark.parametrize("page_size", [4, 16, 64])
-@pytest.mark.parametrize("seed", range(20))
-def test_extend_gives_the_slots_of_sglangs_reference(page_size, seed):
-    torch.manual_seed(seed)
-    batch = int(torch.randint(1, 6, ()))
-    prefix = torch.randint(0, 100, (batch,))
-    seq = prefix + torch.randint(1, 100, (batch,))
-    last = torch.randint(0, 50, (batch,)) * page_size + (prefix - 1) % page_size
-    free = torch.randperm(500)
-    expected = torch.empty(int((seq - prefix).sum()), dtype=torch.int64)
-    alloc_extend_naive(prefix, seq, last, free, expected, page_size, "cpu")
-    assert torch.equal(allocator.extend_slots(prefix, seq, last, free, page_size), expected)
-
-
 def make(page_size, size=64):
     kvcache = type("Pool", (), {"store_dtype": torch.float32})()
     return allocator.make_allocator(size, page_size, torch.float32, "cpu", kvcache, False)
+
+
+def test_extend_fills_the_last_page_and_then_takes_free_ones_in_request_order():
+    pages = make(4)
+    prefix, seq = torch.tensor([6, 4, 0]), torch.tensor([13, 5, 3])
+    slots = pages.alloc_extend(prefix, prefix, seq, seq, torch.tensor([81, 91, -1]), 11)
+    # Tokens 6 and 7 follow slot 81; 8 to 12 are on pages 1 and 2; page 3 and 4 the others'.
+    assert slots.tolist() == [82, 83, 4, 5, 6, 7, 8, 12, 16, 17, 18]
+    assert pages.free_pages[0] == 5
 
 
 def test_decode_opens_a_page_only_where_the_last_is_full():
