@@ -24,6 +24,12 @@ def wrapper_arguments(head_dim, page_size, device, dtype, logits_soft_cap) -> No
         raise ValueError("dtype must be float16 or bfloat16 on a GPU, got float32")
     if not logits_soft_cap >= 0:
         raise ValueError(f"logits_soft_cap must be >= 0 (0: none), got {logits_soft_cap!r}")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        gpus = f"cuda:0 to cuda:{count - 1}" if count else "no CUDA GPU"
+        raise ValueError(
+            f"device is {str(device)!r}, but torch {torch.__version__} sees {gpus}; a CPU is 'cpu'"
+        )
 
 
 def lengths(seq_lens: torch.Tensor | Sequence[int]) -> np.ndarray:
@@ -32,9 +38,8 @@ def lengths(seq_lens: torch.Tensor | Sequence[int]) -> np.ndarray:
     if array.size == 0:
         raise ValueError("seq_lens is empty: a step needs at least one request")
     most = np.iinfo(np.int32).max
-    bad = np.flatnonzero((array < 1) | (array > most))
-    if bad.size:
-        raise ValueError(f"seq_lens[{bad[0]}] is {array[bad[0]]}, must be 1 to {most}")
+    if (row := _first((array < 1) | (array > most))) is not None:
+        raise ValueError(f"seq_lens[{row}] is {array[row]}, must be 1 to {most}")
     return array.astype(np.int32)
 
 
@@ -87,32 +92,28 @@ def path_table(paths: Sequence[Sequence[tuple[int, int]]], seq_lens: np.ndarray)
 def pool_indices(req_pool_indices, seq_lens: np.ndarray, req_to_token: torch.Tensor):
     """Return req_pool_indices as int64 [B], rows of req_to_token that are long enough."""
     rows = _integers("req_pool_indices", req_pool_indices)
-    _slot_table("req_to_token", req_to_token)
+    _slot_table("req_to_token", req_to_token, seq_lens)
     if rows.size != seq_lens.size:
         raise ValueError(f"req_pool_indices has {rows.size} rows, seq_lens {seq_lens.size}")
-    bad = np.flatnonzero((rows < 0) | (rows >= req_to_token.shape[0]))
-    if bad.size:
-        raise ValueError(
-            f"req_pool_indices[{bad[0]}] is {rows[bad[0]]}, req_to_token has "
-            f"{req_to_token.shape[0]} rows"
-        )
-    _fits("req_to_token", req_to_token.shape[1], seq_lens)
-    return torch.from_numpy(rows.astype(np.int64))
+    there = req_to_token.shape[0]
+    if (row := _first((rows < 0) | (rows >= there))) is not None:
+        raise ValueError(f"req_pool_indices[{row}] is {rows[row]}, req_to_token has {there} rows")
+    return torch.from_numpy(rows)
 
 
 def block_table(table: torch.Tensor, seq_lens: np.ndarray, page_size: int) -> None:
-    _slot_table("block_table", table)
+    _slot_table("block_table", table, seq_lens, page_size)
     if table.shape[0] != seq_lens.size:
         raise ValueError(f"block_table has {table.shape[0]} rows, seq_lens {seq_lens.size}")
-    _fits("block_table", table.shape[1] * page_size, seq_lens)
 
 
 def max_slot(name: str, table: torch.Tensor, pool: torch.Tensor, seq_lens: np.ndarray) -> int:
     """Return the largest slot in use. Raises for a negative one, naming the argument `name`."""
-    used = _used_slots(table, pool, seq_lens)
-    bad = (used < 0).any(dim=1).nonzero()
-    if bad.numel():
-        raise ValueError(f"{name}: row of request {bad[0].item()} holds a negative slot")
+    inside = _columns_below(seq_lens, table.device)
+    rows = table[pool.to(table.device), : inside.shape[1]]
+    used = torch.where(inside, rows, 0)
+    if (row := _first((used < 0).any(dim=1))) is not None:
+        raise ValueError(f"{name}: row of request {row} holds a negative slot")
     return int(used.max())
 
 
@@ -122,28 +123,24 @@ def slots_agree(plan: Plan, req_to_token: torch.Tensor, pool: torch.Tensor) -> N
     Every request is compared with the first one of its deepest shared node, and those first ones
     with their parent node's: all pairs agree if these do. One look at the device for all.
     """
-    forest = plan.forest
-    first = np.full(forest.parent.size, forest.tail_parent.size)  # first request below each node
+    forest, batch = plan.forest, plan.batch_size
     sharing = np.flatnonzero(forest.tail_parent >= 0)
+    first = np.full(forest.parent.size, batch)  # first request below each node
     np.minimum.at(first, forest.tail_parent[sharing], sharing)
-    for node in range(forest.parent.size - 1, -1, -1):
-        if forest.parent[node] >= 0:
-            first[forest.parent[node]] = min(first[forest.parent[node]], first[node])
-    inner = np.flatnonzero(forest.parent >= 0)
-    rows = np.concatenate([sharing, first[inner]])
-    others = np.concatenate([first[forest.tail_parent[sharing]], first[forest.parent[inner]]])
-    ends = np.concatenate([forest.tail_start[sharing], forest.end[forest.parent[inner]]])
+    for node, parent in reversed(list(enumerate(forest.parent))):
+        if parent >= 0:
+            first[parent] = min(first[parent], first[node])
+    above = np.concatenate([forest.tail_parent, forest.parent])  # requests, then nodes
+    rows = np.concatenate([np.arange(batch), first])[above >= 0]
+    above = above[above >= 0]
+    others, ends = first[above], forest.end[above]
     if not rows.size:
         return
-    device = req_to_token.device
-    pool = pool.to(device)
-    longest = int(ends.max())
-    positions = torch.arange(longest, device=device)
-    shared = positions < torch.from_numpy(ends).to(device)[:, None]
-    differ = (req_to_token[pool[rows], :longest] != req_to_token[pool[others], :longest]) & shared
-    bad = differ.any(dim=1).nonzero()
-    if bad.numel():
-        pair = bad[0].item()
+    shared = _columns_below(ends, req_to_token.device)
+    table = req_to_token[:, : shared.shape[1]]
+    pool = pool.to(table.device)
+    differ = (table[pool[rows]] != table[pool[others]]) & shared
+    if (pair := _first(differ.any(dim=1))) is not None:
         raise ValueError(
             f"paths[{rows[pair]}] shares KV positions 0 to {ends[pair]} with request "
             f"{others[pair]}, but their slots in req_to_token differ"
@@ -152,44 +149,36 @@ def slots_agree(plan: Plan, req_to_token: torch.Tensor, pool: torch.Tensor) -> N
 
 def append_slots(out_cache_loc: torch.Tensor, batch: int) -> int:
     """Return the largest new slot, -1 on a GPU: looking at values there would synchronise."""
-    if tuple(out_cache_loc.shape) != (batch,):
-        raise ValueError(
-            f"out_cache_loc must have shape ({batch},), got {tuple(out_cache_loc.shape)}"
-        )
+    if (shape := tuple(out_cache_loc.shape)) != (batch,):
+        raise ValueError(f"out_cache_loc must have shape ({batch},), got {shape}")
     if out_cache_loc.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"out_cache_loc must be int32 or int64, got {out_cache_loc.dtype}")
     if out_cache_loc.device.type != "cpu":
         return -1
-    bad = (out_cache_loc < 0).nonzero()
-    if bad.numel():
-        row = bad[0].item()
+    if (row := _first(out_cache_loc < 0)) is not None:
         raise ValueError(f"out_cache_loc[{row}] is {out_cache_loc[row]}, a negative slot")
     return int(out_cache_loc.max())
 
 
 def run_tensors(q, kv_cache, out, heads: HeadConfig, dtype, device, batch: int, largest_slot: int):
     """Check run()'s tensors against the plan; returns (k_cache, v_cache)."""
-    shape = (batch, heads.num_qo_heads, heads.head_dim)
     if len(kv_cache) != 2:
         raise ValueError("kv_cache must be a pair (k, v)")
     k_cache, v_cache = kv_cache
-    for name, tensor in (("q", q), ("out", out)):
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
-    for name, tensor in (("kv_cache[0]", k_cache), ("kv_cache[1]", v_cache)):
-        if tuple(tensor.shape[1:]) != (heads.num_kv_heads, heads.head_dim):
-            raise ValueError(
-                f"{name} must have shape (slots, {heads.num_kv_heads}, {heads.head_dim}), got "
-                f"{tuple(tensor.shape)}"
-            )
-        if tensor.shape[0] <= largest_slot:
-            raise ValueError(
-                f"{name} has {tensor.shape[0]} slots but the plan reads slot {largest_slot}"
-            )
-    named = {"q": q, "kv_cache[0]": k_cache, "kv_cache[1]": v_cache, "out": out}
-    for name, tensor in named.items():
+    for name, tensor, rows, num_heads in (
+        ("q", q, batch, heads.num_qo_heads),
+        ("kv_cache[0]", k_cache, "slots", heads.num_kv_heads),
+        ("kv_cache[1]", v_cache, "slots", heads.num_kv_heads),
+        ("out", out, batch, heads.num_qo_heads),
+    ):
         if tensor is None:
             continue
+        shape = tuple(tensor.shape)
+        if shape[1:] != (num_heads, heads.head_dim) or rows not in ("slots", shape[0]):
+            wanted = f"({rows}, {num_heads}, {heads.head_dim})"
+            raise ValueError(f"{name} must have shape {wanted}, got {shape}")
+        if rows == "slots" and shape[0] <= largest_slot:
+            raise ValueError(f"{name} has {shape[0]} slots but the plan reads slot {largest_slot}")
         if tensor.dtype != dtype:
             raise ValueError(f"{name} has dtype {tensor.dtype}, the wrapper was made for {dtype}")
         if tensor.device.type != device.type:
@@ -199,6 +188,18 @@ def run_tensors(q, kv_cache, out, heads: HeadConfig, dtype, device, batch: int, 
     return k_cache, v_cache
 
 
+def _first(bad: np.ndarray | torch.Tensor) -> int | None:
+    """Return the first row that is bad, or None."""
+    rows = np.flatnonzero(bad.cpu() if isinstance(bad, torch.Tensor) else bad)
+    return int(rows[0]) if rows.size else None
+
+
+def _columns_below(ends: np.ndarray, device) -> torch.Tensor:
+    """Return bool [rows, longest]: the columns below each row's end."""
+    columns = torch.arange(int(ends.max()), device=device)
+    return columns < torch.from_numpy(ends).to(device)[:, None]
+
+
 def _integers(name: str, values: torch.Tensor | Sequence[int]) -> np.ndarray:
     array = values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
@@ -206,24 +207,11 @@ def _integers(name: str, values: torch.Tensor | Sequence[int]) -> np.ndarray:
     return array.astype(np.int64)
 
 
-def _slot_table(name: str, table: torch.Tensor) -> None:
+def _slot_table(name: str, table: torch.Tensor, seq_lens: np.ndarray, page_size: int = 1) -> None:
     if table.ndim != 2 or table.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name} must be a two-dimensional int32 or int64 tensor")
-
-
-def _fits(name: str, columns: int, seq_lens: np.ndarray) -> None:
-    bad = np.flatnonzero(seq_lens > columns)
-    if bad.size:
+    holds = table.shape[1] * page_size
+    if (row := _first(seq_lens > holds)) is not None:
         raise ValueError(
-            f"seq_lens[{bad[0]}] is {seq_lens[bad[0]]} but {name} holds {columns} tokens per row"
+            f"seq_lens[{row}] is {seq_lens[row]} but {name} holds {holds} tokens per row"
         )
-
-
-def _used_slots(req_to_token: torch.Tensor, pool: torch.Tensor, seq_lens: np.ndarray):
-    """Return the slots [B, longest] in use; positions from a seq_len on repeat the first."""
-    longest = int(seq_lens.max())
-    slots = req_to_token[pool.to(req_to_token.device), :longest]
-    behind = torch.arange(longest, device=slots.device)[None] >= torch.from_numpy(
-        seq_lens.astype(np.int64)
-    ).to(slots.device).unsqueeze(1)
-    return torch.where(behind, slots[:, :1], slots)

@@ -57,7 +57,6 @@ class PrefixDecodeWrapper:
         self.heads = HeadConfig(num_qo_heads, num_kv_heads, head_dim)
         self.device = torch.device(device)
         checks.wrapper_arguments(head_dim, page_size, self.device, dtype, logits_soft_cap)
-        _check_present(self.device)
         self.page_size = page_size
         self.dtype = dtype
         self.sm_scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
@@ -212,14 +211,3 @@ class PrefixDecodeWrapper:
         else:
             self._seq_lens = lengths
         self._plan, self._appended = plan, 0
-
-
-def _check_present(device: torch.device) -> None:
-    if device.type != "cuda":
-        return
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if (device.index or 0) >= count:
-        gpus = "no CUDA GPU" if count == 0 else f"cuda:0 to cuda:{count - 1}"
-        raise ValueError(
-            f"device is {str(device)!r}, but torch {torch.__version__} sees {gpus}; a CPU is 'cpu'"
-        )
