@@ -16,26 +16,15 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sgl_prefix_attn.settings import VARIABLES
 
 
-def is_requested() -> bool:
-    """Tell whether the environment opts in. Raises ValueError on a value other than 0 and 1."""
-    variable = next(v for v in VARIABLES if v.field == "cpu_platform")
-    return variable.read(os.environ)
-
-
-def other_platform() -> str | None:
-    """Return the platform SGLang would choose on this machine without us, or None."""
-    if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
-        return "SGLang's CPU engine (SGLANG_USE_CPU_ENGINE=1)"
-    if torch.cuda.is_available():
-        return "ROCm" if torch.version.hip else "CUDA"
-    if torch.xpu.is_available():
-        return "XPU"
-    return None
-
-
 def is_active() -> bool:
-    """Tell whether this process serves here: asked for, and SGLang has no better platform."""
-    return is_requested() and other_platform() is None
+    """Tell whether this process serves here: asked for, and SGLang would choose no other platform.
+
+    Raises ValueError on a value other than 0 and 1.
+    """
+    if not next(v for v in VARIABLES if v.field == "cpu_platform").read(os.environ):
+        return False
+    cpu_engine = os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1"  # SGLang's own
+    return not (cpu_engine or torch.cuda.is_available() or torch.xpu.is_available())
 
 
 def activate() -> str | None:

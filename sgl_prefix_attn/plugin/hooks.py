@@ -32,14 +32,10 @@ def register_all(release: Release) -> None:
         HookRegistry.register(patch.TARGET, patch.hook, HookType(patch.TYPE))
 
 
-def missing(release: Release) -> list[str]:
-    """Targets of a release's hooks whose attribute in this process our hook does not wrap."""
-    return [patch.TARGET for patch in map(load, release.hooks) if not _is_applied(patch)]
-
-
 def verify_applied(release: Release) -> None:
     """Raise RuntimeError, with what to do, when a needed hook is not in place."""
-    absent = missing(release)
+    needed = map(load, release.hooks)
+    absent = [patch.TARGET for patch in needed if not _is_applied(patch)]
     if absent:
         raise RuntimeError(
             f"--attention-backend prefix: SGLang did not apply the hook on {', '.join(absent)}. "
