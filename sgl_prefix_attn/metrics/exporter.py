@@ -75,27 +75,26 @@ class PrometheusExporter:
         self._metrics = _metrics(registry)
         self._size = size
         self._incs: dict = {}  # (name, labels) -> inc of that metric
-        # These are there with 0 from the start.
-        self._kv = [
-            (self._inc("kv_tokens_total", kind), self._inc("kv_bytes_total", kind))
-            for kind in KvTokens._fields
-        ]
         intervals = self._metrics["decode_interval_seconds"]
-        self._observe = {}
+        self._observe = {v: intervals.labels(v).observe for v in (PREFIX, STOCK)}
+        # These are there with 0 from the start, as those without a label.
         for variant in (PREFIX, STOCK):
-            self._inc("predicted_attention_seconds_total", variant)
-            self._observe[variant] = intervals.labels(variant).observe
+            self.add("predicted_attention_seconds_total", 0, variant)
+        self._add_kv(KvTokens(0, 0, 0))
 
     def add(self, name: str, amount: float, *labels: str) -> None:
         """Increment the counter of that name."""
-        self._inc(name, *labels)(amount)
+        inc = self._incs.get((name, labels))
+        if inc is None:
+            metric = self._metrics[name]
+            inc = (metric.labels(*labels) if labels else metric).inc
+            self._incs[name, labels] = inc
+        inc(amount)
 
     def step(self, decision: Decision, kv_tokens: KvTokens, steps: int) -> None:
         """Count steps; kv_tokens: of all these steps together."""
         self.add("steps_total", steps, decision.variant, decision.reason)
-        for (inc_tokens, inc_bytes), tokens in zip(self._kv, kv_tokens, strict=True):
-            inc_tokens(tokens)
-            inc_bytes(tokens * self._size.token_bytes)
+        self._add_kv(kv_tokens)
         if (times := decision.predicted) is not None:
             us = times.prefix_us if decision.variant == PREFIX else times.stock_us
             seconds = us * 1e-6 * self._size.num_layers * steps
@@ -105,10 +104,7 @@ class PrometheusExporter:
         """Count the wall-clock time between the starts of two decode steps (StepIntervals)."""
         self._observe[variant](seconds)
 
-    def _inc(self, name: str, *labels: str):
-        inc = self._incs.get((name, labels))
-        if inc is None:
-            metric = self._metrics[name]
-            inc = (metric.labels(*labels) if labels else metric).inc
-            self._incs[name, labels] = inc
-        return inc
+    def _add_kv(self, kv_tokens: KvTokens) -> None:
+        for kind, tokens in zip(KvTokens._fields, kv_tokens, strict=True):
+            self.add("kv_tokens_total", tokens, kind)
+            self.add("kv_bytes_total", tokens * self._size.token_bytes, kind)
