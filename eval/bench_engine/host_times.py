@@ -53,7 +53,7 @@ class HostTimes:
             "steps": dict(self._steps),
             "plans": dict(counters.plans),
             "graphs": self._graphs,
-            "plan_ms_mean": 1e3 * counters.plan_seconds.total() / max(1, plans),
+            "plan_ms_mean": 1e3 * sum(counters.plan_seconds.values()) / max(1, plans),
             "steady_steps": self._steady_steps,
             "steady": list(self._steady),
         }
