@@ -48,7 +48,9 @@ def path_table(paths: Sequence[Sequence[tuple[int, int]]], seq_lens: np.ndarray)
     if len(paths) != seq_lens.size:
         raise ValueError(f"paths has {len(paths)} rows, seq_lens {seq_lens.size}")
     index: dict[int, int] = {}
-    parent, length, node_id = [], [], []
+    parent: list[int] = []
+    length: list[int] = []
+    node_id: list[int] = []
     leaf = np.full(seq_lens.size, -1, np.int32)
     for row, path in enumerate(paths):
         above, total = -1, 0

@@ -68,10 +68,9 @@ class PrefixDecodeWrapper:
             strategy=strategy,
             costs=default_costs(self.device, self.heads, dtype, page_size),
         )
-        self._executor: PlanExecutor | None = None
         self._plan: Plan | None = None
-        self._seq_lens: torch.Tensor | None = None
-        self._appended = 0
+        self._appended, self._max_slot = 0, -1
+        self._grow_to(Capacity(1, 1, 1))
 
     def plan(
         self,
@@ -164,7 +163,7 @@ class PrefixDecodeWrapper:
                 soft_cap=self.logits_soft_cap,
             )
         )
-        return (out, Lse(lse, "2")) if return_lse else out
+        return out if lse is None else (out, Lse(lse, "2"))
 
     def explain(self) -> dict:
         """Return the plan as plain data: statistics, and each pack's queries and KV positions."""
@@ -190,6 +189,11 @@ class PrefixDecodeWrapper:
             raise RuntimeError("no plan yet: call plan() or plan_block_table() first")
         return self._plan
 
+    def _grow_to(self, capacity: Capacity) -> None:
+        backend = new_backend(self.device, self.heads, self.dtype, self._tile_set)
+        self._executor = PlanExecutor(backend, capacity)
+        self._seq_lens = torch.empty(0, dtype=torch.int32, device=self.device)
+
     def _load(
         self, table: PathTable, name: str, req_to_token: torch.Tensor, pool: torch.Tensor
     ) -> None:
@@ -197,16 +201,12 @@ class PrefixDecodeWrapper:
         plan = self._planner.plan(table)
         checks.slots_agree(plan, req_to_token, pool)
         self._max_slot = checks.max_slot(name, req_to_token, pool, plan.seq_lens)
-        if self._executor is None or not self._executor.capacity.covers(plan):
-            need = Capacity.for_plans(plan)
-            have = self._executor.capacity if self._executor else Capacity(1, 1, 1)
-            backend = new_backend(self.device, self.heads, self.dtype, self._tile_set)
-            self._executor = PlanExecutor(backend, have.grown_to(need))
-            self._seq_lens = None
+        if not self._executor.capacity.covers(plan):
+            self._grow_to(self._executor.capacity.grown_to(Capacity.for_plans(plan)))
         req_to_token = req_to_token.to(self.device, torch.int32)
         self._executor.load(plan, req_to_token, pool.to(self.device))
         lengths = torch.from_numpy(np.ascontiguousarray(plan.seq_lens)).to(self.device)
-        if self._seq_lens is not None and self._seq_lens.numel() >= lengths.numel():
+        if self._seq_lens.numel() >= lengths.numel():
             self._seq_lens[: lengths.numel()] = lengths  # same address: graphs may hold it
         else:
             self._seq_lens = lengths

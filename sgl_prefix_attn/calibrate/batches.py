@@ -103,7 +103,8 @@ def _draw_one(rng, lengths: str, sharing: str, size: int, mean: int, page_size: 
         counts.append(min(size, counts[-1] * _log_uniform(rng, 1, 16)))
     parts = rng.dirichlet(np.ones(levels)) * share * mean
     parts = np.maximum(page_size, parts // page_size * page_size).astype(np.int64)
-    nodes, first_above = [], 0
+    nodes: list[tuple[int, int]] = []
+    first_above = 0
     for level, count in enumerate(counts):
         first = len(nodes)
         for i in range(count):

@@ -48,7 +48,7 @@ def measure(
         samples.start(path, task, rates)
     else:
         samples.drop_torn_line(path, earlier)
-        rates, rows = earlier.rates, {row.index: row for row in earlier.rows}
+        rates, rows = earlier.rates, {row.number: row for row in earlier.rows}
         say(f"{len(rows)} of {task.count} batches are in {path} already")
     say(f"rates: {rates}")
     meter = None
@@ -131,10 +131,10 @@ def read_measured(path: Path) -> Measured:
     task, drawn = file.task, _batches(file.task)
     batches = []
     for row in file.rows:
-        if not 0 <= row.index < task.count:
-            raise CalibrationError(f"{path}: batch {row.index} of {task.count}")
-        row.check(drawn[row.index])
-        batches.append(drawn[row.index])
+        if not 0 <= row.number < task.count:
+            raise CalibrationError(f"{path}: batch {row.number} of {task.count}")
+        row.check(drawn[row.number])
+        batches.append(drawn[row.number])
     planner, heads = _planner(task, file.rates), task.key.heads
     return Measured(
         task=task,

@@ -113,7 +113,8 @@ def full_waves(planner: Planner, ctas: int) -> int:
 def nested(groups: tuple[int, ...], length: int, requests: int = MAX_QUERIES) -> PathTable:
     """Make requests with a token of their own; every groups[i] neighbours share a node of `length`
     tokens below that of the groups[i - 1] around them."""
-    nodes, first = [], -1
+    nodes: list[tuple[int, int]] = []
+    first = -1
     for level, group in enumerate(groups):
         above, first = first, len(nodes)
         for i in range(requests // group):

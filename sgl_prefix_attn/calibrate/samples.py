@@ -38,9 +38,9 @@ class Task:
 
 
 class Sample(NamedTuple):
-    """Batch `index` of a task; its size and KV tokens prove that it is drawn alike today."""
+    """Batch `number` of a task; its size and KV tokens prove that it is drawn alike today."""
 
-    index: Count
+    number: Count
     size: Count
     tokens: Count
     stock_us: Microseconds
@@ -50,7 +50,7 @@ class Sample(NamedTuple):
         """Raise CalibrationError if this was another batch."""
         change = batch.change_since(self.size, self.tokens)
         if change is not None:
-            raise CalibrationError(f"batch {self.index} {change}: measure with --fresh")
+            raise CalibrationError(f"batch {self.number} {change}: measure with --fresh")
 
 
 @dataclass(frozen=True)

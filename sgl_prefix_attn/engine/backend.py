@@ -15,6 +15,7 @@ Batch state lives here and never on the ForwardBatch: graph replay passes a copy
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
@@ -29,9 +30,11 @@ from sgl_prefix_attn.engine.graph_variants import GraphVariants
 from sgl_prefix_attn.engine.ranks import agreement
 from sgl_prefix_attn.engine.runner_backend import find_backend
 from sgl_prefix_attn.execute.backends.choice import why_no_backend
+from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.params import LayerParams
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.paths.tree_reader import RunningBatch
+from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.predict.predictor import Predictor
 from sgl_prefix_attn.records import Decision
 from sgl_prefix_attn.settings import Settings
@@ -52,6 +55,8 @@ def create_stock(runner) -> AttentionBackend:
 class PrefixAttnBackend(AttentionBackend):
     """Decode attention that reads every shared KV prefix once."""
 
+    _executor: PlanExecutor  # where any step of the model can run prefix kernels
+
     def __init__(self, runner, settings: Settings):
         super().__init__()
         self.stock = create_stock(runner)
@@ -61,7 +66,9 @@ class PrefixAttnBackend(AttentionBackend):
         self.token_to_kv_pool = runner.token_to_kv_pool
         self._runner = runner
         self._model_problem = model_facts.unsupported_model(runner)
-        planner = predictor = self._executor = self._padding = None
+        planner: Planner | None = None
+        predictor: Predictor | None = None
+        self._padding: Any = None  # the step that captures run, where there is one
         if self._model_problem is None:
             self._heads = model_facts.head_config(runner)
             device = torch.device(runner.device)
@@ -71,7 +78,7 @@ class PrefixAttnBackend(AttentionBackend):
             planner, self._executor = built.planner, built.executor
             if built.calibration is not None:
                 predictor = Predictor(built.calibration)
-            self._padding = Step(_CAPTURE, padding_plan(planner))
+            self._padding = Step(_CAPTURE, padding_plan(built.planner))
         else:
             logger.warning(
                 "--attention-backend prefix: every step runs stock attention (%s)",
@@ -147,7 +154,7 @@ class PrefixAttnBackend(AttentionBackend):
         self._find_wrapper()
         self.variants.reset()
         self.stock.init_cuda_graph_state(max_bs, max_num_tokens)
-        if self._executor is not None:
+        if self._padding is not None:
             # Nothing writes padding rows: they must hold finite numbers, because a model may take
             # statistics over all rows (dynamic activation scales, expert routing).
             heads = self._heads
@@ -222,7 +229,7 @@ class PrefixAttnBackend(AttentionBackend):
             out = self._graph_out[: len(q)]
         else:
             out = torch.empty_like(q)
-            batch_size = self._executor.plan.batch_size
+            batch_size = self._executor.batch_size
             if len(q) > batch_size:
                 out[batch_size:] = 0  # padding rows, as in init_cuda_graph_state
         try:

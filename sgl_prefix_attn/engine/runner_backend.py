@@ -17,6 +17,6 @@ def find_backend(model_runner):
     if model_runner.is_draft_worker:
         return None
     backend = getattr(model_runner, "attn_backend", None)
-    if type(backend).__name__ == "HybridAttnBackend":
+    if backend is not None and type(backend).__name__ == "HybridAttnBackend":
         backend = backend.decode_backend
     return backend if isinstance(backend, PrefixAttnBackend) else None

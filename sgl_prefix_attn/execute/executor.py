@@ -54,6 +54,11 @@ class PlanExecutor:
         self.backend.fill(self.workspace, plan, req_to_token, req_pool_indices)
         self.plan = plan
 
+    @property
+    def batch_size(self) -> int:
+        """Requests of the loaded plan."""
+        return self.plan.batch_size if self.plan else 0
+
     def append(self, seq_lens: torch.Tensor, out_cache_loc: torch.Tensor) -> None:
         """Write this step's slots (out_cache_loc [>= B]) at seq_lens - 1; idempotent."""
         self.backend.append(self.workspace, seq_lens, out_cache_loc)

@@ -22,7 +22,7 @@ def fill_segments(
 ) -> None:
     """Copy every segment's slots once: req_to_token [R, C] rows -> kv_indices int32 [entries]."""
     first = words[L.H_SEGMENTS].item()
-    for w in range(words[L.H_NUM_SEGMENTS].item()):
+    for w in range(int(words[L.H_NUM_SEGMENTS])):
         segment = words[first + w * L.SEGMENT_WORDS :][: L.SEGMENT_WORDS].tolist()
         row = req_to_token[req_pool_indices[segment[L.S_ROW]]]
         start, length = segment[L.S_START], segment[L.S_LEN]
@@ -37,7 +37,7 @@ def append(
 ) -> None:
     """Write each request's newest slot at the end of its tail; idempotent. Rows above the plan's
     batch are padding and are left alone. seq_lens, out_cache_loc [>= B]."""
-    batch = words[L.H_BATCH].item()
+    batch = int(words[L.H_BATCH])
     tails = words[words[L.H_TAILS].item() :][: batch * L.TAIL_WORDS].view(batch, L.TAIL_WORDS)
     where = tails[:, L.T_DST] + seq_lens[:batch] - 1 - tails[:, L.T_START]
     kv_indices[where.long()] = out_cache_loc[:batch].to(kv_indices.dtype)
@@ -58,7 +58,7 @@ def execute(
 
     Returns out [B, Hq, D] in q's dtype and the LSE in base 2. Rows that no item writes stay NaN.
     """
-    batch = words[L.H_BATCH].item()
+    batch = int(words[L.H_BATCH])
     merges = _merge_entries(words)
     num_partials = max((entry[L.M_PARTIAL] + entry[L.M_COUNT] for entry in merges), default=0)
     _, num_qo_heads, head_dim = q.shape
@@ -146,7 +146,7 @@ def _attend(q, k, v, sm_scale, logits_soft_cap, dtype=torch.float32):
 
 
 def _merge_entries(words: torch.Tensor) -> list[list[int]]:
-    first, count = words[L.H_MERGES].item(), words[L.H_NUM_MERGES].item()
+    first, count = int(words[L.H_MERGES]), int(words[L.H_NUM_MERGES])
     return words[first:][: count * L.MERGE_WORDS].view(count, L.MERGE_WORDS).tolist()
 
 

@@ -155,7 +155,7 @@ def tile_packs(packs: Packs, tile_set: TileSet, costs: CostModel) -> Tiling:
     packed = tile_set.packed_tail
     short = np.empty(0, tails.dtype)
     is_short = kv_len[tails] <= tile_set.packed_len
-    if tile_set.packs_tails(np.count_nonzero(is_short), costs.num_kv_heads):
+    if tile_set.packs_tails(int(np.count_nonzero(is_short)), costs.num_kv_heads):
         tails, short = tails[~is_short], tails[is_short]
         short = short[np.argsort(-kv_len[short], kind="stable")]
     order = np.concatenate([shared, tails, short])
@@ -187,8 +187,16 @@ def tile_packs(packs: Packs, tile_set: TileSet, costs: CostModel) -> Tiling:
     job_time = job_tokens * per_token / costs.num_kv_heads * ctas
     step = (row_tiles * costs.num_kv_heads * (job_time + costs.item) / ctas).sum()
     most_splits = np.minimum(-(-job_len // tile_set.min_split), -(-shortest // layout.SPLIT_UNIT))
-    columns = (order, offset, tile, row_tiles, per_tile, job_tokens, most_splits)
-    return Tiling(*(c.astype(np.int32) for c in columns), job_time / (step + costs.launch))
+    return Tiling(
+        pack_order=order.astype(np.int32),
+        job_offset=offset.astype(np.int32),
+        tile=tile.astype(np.int32),
+        row_tiles=row_tiles.astype(np.int32),
+        queries_per_tile=per_tile.astype(np.int32),
+        tokens=job_tokens.astype(np.int32),
+        most_splits=most_splits.astype(np.int32),
+        step_share=job_time / (step + costs.launch),
+    )
 
 
 def _select_shared(queries, block_m: np.ndarray, group: int):

@@ -60,7 +60,7 @@ def converted(fields: Any, kind: type[T]) -> T:
 
 def check_complete(fields: dict[str, Any], *records: object) -> None:
     """Raise CalibrationError if what the records were converted from had more fields, or fewer."""
-    written = {}
+    written: dict[str, Any] = {}
     for record in records:
         written |= msgspec.to_builtins(record)
     for name, value in fields.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 import torch.distributed
@@ -23,14 +24,14 @@ def agreed(key: CalibrationKey, num_sms: int, group=None) -> Calibration:
     """
     if group is None:
         return _found(key, num_sms)
-    message = [_found(key, num_sms) if torch.distributed.get_rank(group) == 0 else None]
+    message: list = [_found(key, num_sms) if torch.distributed.get_rank(group) == 0 else None]
     torch.distributed.broadcast_object_list(message, group=group, group_src=0)
     return message[0]
 
 
 def gpu_key(device: torch.device, heads, dtype: torch.dtype, page_size: int) -> CalibrationKey:
-    name = torch.cuda.get_device_name(device)
-    return CalibrationKey(name, heads, str(dtype).removeprefix("torch."), page_size)
+    name: Any = str(dtype).removeprefix("torch.")
+    return CalibrationKey(torch.cuda.get_device_name(device), heads, name, page_size)
 
 
 def default_costs(

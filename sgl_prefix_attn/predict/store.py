@@ -36,12 +36,10 @@ def versions() -> dict[str, str]:
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     """Return $XDG_CACHE_HOME or ~/.cache, then sgl_prefix_attn/calibration; None for a user without
     a home folder."""
-    base = environ.get("XDG_CACHE_HOME")
-    if not base:
-        try:
-            base = Path.home() / ".cache"
-        except RuntimeError:  # neither HOME nor an entry in the user database
-            return None
+    try:
+        base = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # neither HOME nor an entry in the user database
+        return None
     return Path(base) / "sgl_prefix_attn" / "calibration"
 
 
@@ -167,7 +165,8 @@ def _other_versions(found: Calibration, here: Mapping[str, str]) -> list[str]:
 
 def _preference(path: Path, found: Calibration, here: Mapping[str, str]) -> tuple:
     """Order files: few other versions first, then the latest."""
-    return len(_other_versions(found, here)), -found.origin.date.toordinal(), path
+    measured = found.origin.date.toordinal() if found.origin else 0
+    return len(_other_versions(found, here)), -measured, path
 
 
 def _read(paths: Iterable[Path], refused: list[str]) -> dict[Path, Calibration]:

@@ -19,7 +19,8 @@ from sgl_prefix_attn.step.policy import BatchFacts, decide
 class TimePredictor(Protocol):
     """What predict.predictor.Predictor offers; microseconds per layer."""
 
-    source: str
+    @property
+    def source(self) -> str: ...
 
     def stock(self, seq_lens: np.ndarray, unique: int) -> float: ...
 

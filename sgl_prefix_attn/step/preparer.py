@@ -10,18 +10,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.metrics.step_count import StepCount
 from sgl_prefix_attn.paths.readers import reader_of, unsupported_tree
 from sgl_prefix_attn.paths.tree_reader import RunningBatch, TreeInvariantError, check_paths
 from sgl_prefix_attn.plan import Planner
-from sgl_prefix_attn.records import PREFIX, Decision, Plan, PlanTooLarge
+from sgl_prefix_attn.records import PREFIX, STOCK, Decision, Plan, PlanTooLarge
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.step.evaluate import TimePredictor, evaluate
 from sgl_prefix_attn.step.plan_lifetime import PlanLifetime
 from sgl_prefix_attn.step.policy import STOCK_STEPS, BatchFacts, decide
+
+_UNDECIDED = Decision(STOCK, "no_batch")
 
 
 class Step(NamedTuple):
@@ -70,7 +72,7 @@ class StepPreparer:
         # Of the last evaluation: until it is stale its decision and its plan stand.
         self.lifetime = PlanLifetime()
         self._count = StepCount(counters)
-        self._planner = planner
+        self._planner: Any = planner
         self._fits = fits
         self._predictor = predictor
         self._graph_problem = graph_problem
@@ -78,9 +80,9 @@ class StepPreparer:
         self._model_problem = model_problem
         self._agree = agree
         self._standing: dict[tuple, tuple[BatchFacts, Decision]] = {}
-        self._evaluated: Decision | None = None  # the last evaluation's
+        self._evaluated = _UNDECIDED  # the last evaluation's
         # What an evaluation gave to stock kernels, and for how many steps before there is another.
-        self._stock: Decision | None = None
+        self._stock = _UNDECIDED
         self._stock_steps_left = 0
         self._running: str | None = None  # variant of the last step ...
         self._steps = 0  # ... and for how many steps without a break
@@ -150,7 +152,8 @@ class StepPreparer:
     ) -> tuple[Decision, Plan | None]:
         """Decision of this step, with a plan where a new one is needed."""
         plan, fault, cause = None, None, None
-        reader = reader_of(batch.tree_cache)
+        # There is one: without, the facts have stopped the step before.
+        reader: Any = reader_of(batch.tree_cache)
         try:
             if self.settings.check:
                 check_paths(reader.read_paths(batch), batch, reader)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -85,7 +85,7 @@ class TritonBackend:
         )
         side = len(tile_set.tiles) - 1 if parallel_tiles and on_gpu else 0
         self.streams = [torch.cuda.Stream(device) for _ in range(side)]
-        self.fork = torch.cuda.Event() if side else None
+        self.fork: Any = torch.cuda.Event() if side else None
         self.joins = [torch.cuda.Event() for _ in range(side)]
 
     def new_workspace(self, capacity: Capacity) -> Workspace:
@@ -113,9 +113,8 @@ class TritonBackend:
         )
 
     def forward(self, workspace: Workspace, layer: LayerParams) -> None:
-        main = torch.cuda.current_stream() if self.streams else None
         if self.streams:
-            self.fork.record(main)
+            self.fork.record()
         usable = self.tile_set.usable(layer.out.shape[0], self.heads.num_kv_heads)
         joins = []
         # the largest tiles first: their items are the longest
@@ -130,7 +129,7 @@ class TritonBackend:
             else:
                 self._forward(workspace, layer, i)
         for join in joins:
-            main.wait_event(join)
+            torch.cuda.current_stream().wait_event(join)
         self._merge(workspace, layer)
 
     def _forward(self, ws: Workspace, layer: LayerParams, i_tile: int) -> None:
@@ -159,7 +158,7 @@ class TritonBackend:
             return 4  # the interpreter runs them one after another
         compiled = kernel.warmup(*args, grid=(1,), **options)
         compiled._init_handles()
-        device = torch.cuda.get_device_properties(args[0].device)
+        device: Any = torch.cuda.get_device_properties(args[0].device)
         threads = 32 * options["num_warps"]
         by_registers = device.regs_per_multiprocessor // (max(compiled.n_regs, 1) * threads)
         shared = compiled.metadata.shared + 1024  # the driver reserves 1 KiB a CTA
