@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from sgl_prefix_attn.execute import reference
 from sgl_prefix_attn.execute.params import Capacity
-from sgl_prefix_attn.plan import STRATEGIES
+from sgl_prefix_attn.plan import STRATEGIES, CostModel, Planner
+from sgl_prefix_attn.plan.tile_defaults import gpu_tile_set
 from sgl_prefix_attn.records import HeadConfig, PlanTooLarge
 from tests.support.forests import path_table, path_tables, planner, random_paths
 from tests.support.problems import assert_attention, make_problem, plain_attention
-from tests.support.running import PADDING, executor, run
+from tests.support.running import append, executor, loaded, run
 
 HEADS = [
     HeadConfig(1, 1, 32), HeadConfig(7, 1, 32), HeadConfig(28, 4, 64), HeadConfig(40, 8, 80),
@@ -23,15 +24,11 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def check(problem, plan, grown=0):
-    made = executor(problem, plan)
-    made.load(plan, problem.req_to_token, problem.pool)
+    made = loaded(problem, plan)
     assert_attention(problem, *run(made, problem))
     generator = torch.Generator().manual_seed(7)
     for _ in range(grown):
-        slots = problem.grow(generator)
-        padded = torch.cat([slots, torch.zeros(PADDING, dtype=slots.dtype)])
-        for _ in range(2):  # idempotent
-            made.append(problem.seq_lens, padded)
+        append(made, problem, problem.grow(generator))
     if grown:
         assert_attention(problem, *run(made, problem))
 
@@ -53,27 +50,24 @@ def test_executor_is_full_attention(paths, heads, dtype, strategy, soft_cap, see
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_page_sizes(page_size, dtype):
-    heads = HEADS[2]
     lengths = [n * page_size for n in (1, 2, 3)]
     paths = random_paths(page_size, 9, 8, lengths)
-    problem = make_problem(paths, heads, dtype, page_size=page_size)
-    check(problem, planner(heads, "naive").plan(paths), grown=18)  # into another page
+    problem = make_problem(paths, HEADS[2], dtype, page_size=page_size)
+    check(problem, planner(HEADS[2], "naive").plan(paths), grown=18)  # into another page
 
 
-@pytest.mark.parametrize("batch", [1, 37, 113])
-def test_large_batches(batch):
+@pytest.mark.parametrize(
+    ("paths", "dtype", "strategy"),
+    [
+        *((random_paths(b, b, 24), torch.float16, s)
+          for b in (37, 113) for s in ("pat", "calibrated")),
+        *((path_table([(-1, 4097), (0, 63)], [1, 1, 0, -1], [1, 63, 4097, 1]), dtype, "naive")
+          for dtype in DTYPES),
+    ],
+)  # fmt: skip
+def test_large_batches_and_long_sequences(paths, dtype, strategy):
     heads = HeadConfig(8, 2, 64)
-    paths = random_paths(batch, batch, 24)
-    for strategy in ("pat", "calibrated"):
-        problem = make_problem(paths, heads, torch.float16)
-        check(problem, planner(heads, strategy).plan(paths), grown=1)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_long_sequences(dtype):
-    heads = HeadConfig(4, 2, 64)
-    paths = path_table([(-1, 4097), (0, 63)], [1, 1, 0, -1], [1, 63, 4097, 1])
-    check(make_problem(paths, heads, dtype), planner(heads, "naive").plan(paths), grown=2)
+    check(make_problem(paths, heads, dtype), planner(heads, strategy).plan(paths), grown=2)
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
@@ -91,9 +85,7 @@ def test_every_strategy_gives_the_same_output(paths, seed):
     results = []
     for strategy in STRATEGIES:
         plan = planner(heads, strategy).plan(paths)
-        made = executor(problem, plan)
-        made.load(plan, problem.req_to_token, problem.pool)
-        results.append(run(made, problem))
+        results.append(run(loaded(problem, plan), problem))
     for out, lse in results[1:]:
         torch.testing.assert_close(out, results[0][0], rtol=0, atol=5e-6)
         torch.testing.assert_close(lse, results[0][1], rtol=0, atol=5e-6)
@@ -128,8 +120,7 @@ def test_a_plan_that_is_too_large_leaves_the_current_one():
     small, large = random_paths(1, 3, 4), random_paths(2, 30, 20)
     problem = make_problem(small, heads)
     plan = planner(heads, "naive").plan(small)
-    made = executor(problem, plan)
-    made.load(plan, problem.req_to_token, problem.pool)
+    made = loaded(problem, plan)
     other = make_problem(large, heads)
     too_large = planner(heads, "naive").plan(large)
     capacity = Capacity.for_plans(too_large)
@@ -145,6 +136,23 @@ def test_capacity_grows_to_powers_of_two():
     grown = Capacity(100, 1000, 8).grown_to(Capacity(65, 1025, 9))
     assert grown == Capacity(128, 2048, 16)
     assert Capacity(100, 1000, 8).grown_to(Capacity(1, 1, 1)) == Capacity(100, 1000, 8)
+
+
+@pytest.mark.parametrize(
+    ("batch", "shared", "tail", "strategy"),
+    [
+        (16, 0, 250, "calibrated"), (16, 0, 1, "calibrated"), (4096, 512, 1, "calibrated"),
+        (2, 1000, 1, "query"),  # the shared slots are listed for both
+        (1, 0, 100_000, "calibrated"),  # as many parts as there are CTAs
+    ],
+)  # fmt: skip
+def test_what_fills_the_pool_fits_the_workspace_of_a_server(batch, shared, tail, strategy):
+    heads, headroom = HeadConfig(8, 2, 64), 64
+    nodes = [(-1, shared)] if shared else []
+    tiles, costs = gpu_tile_set(132, heads), CostModel.for_gpu("H100", heads)
+    make = Planner(heads, strategy=strategy, tile_set=tiles, costs=costs, headroom=headroom)
+    plan = make.plan(path_table(nodes, [len(nodes) - 1] * batch, [tail] * batch))
+    assert Capacity.for_server(batch, shared + batch * tail, headroom, tiles).covers(plan)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])

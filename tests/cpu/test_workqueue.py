@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from sgl_prefix_attn.kernels import layout as L
 from sgl_prefix_attn.plan import STRATEGIES
 from sgl_prefix_attn.records import HeadConfig
+from tests.support import plan_faults
 from tests.support.forests import path_table, path_tables, planner, random_paths
+from tests.support.plan_faults import FAULTS
 from tests.support.plan_words import check_coverage, decode_parts, items, merge_entries, segments
 
 HEADS = [HeadConfig(4, 4, 32), HeadConfig(8, 2, 64), HeadConfig(28, 4, 128), HeadConfig(16, 1, 80)]
@@ -136,68 +138,9 @@ def test_long_kv_is_split_and_stays_covered():
     assert max(splits) > 4
 
 
-# --- the check itself -----------------------------------------------------------------------------
-def drop_item(plan):
-    """The last item of the first shared queue goes missing."""
-    tile = max(t for t, queue in items(plan) if len(queue))
-    plan.words[L.H_QUEUES + 2 * tile + 1] -= 1
-
-
-def swap_tails(plan):
-    tails = plan.words[plan.words[L.H_TAILS] :]
-    tails[[L.T_DST, L.TAIL_WORDS + L.T_DST]] = tails[[L.TAIL_WORDS + L.T_DST, L.T_DST]]
-
-
-def skip_first_tail_token(plan):
-    tails = plan.words[plan.words[L.H_TAILS] :]
-    tails[L.T_START] += 1
-
-
-def shift_a_segment(plan):
-    segments(plan.words)[0, L.S_START] += 1
-
-
-def segment_of_another_request(plan):
-    segments(plan.words)[-1, L.S_ROW] = 0
-
-
-def overlap_segments(plan):
-    segments(plan.words)[1, L.S_DST] -= 16
-
-
-def split_off_by_one(plan):
-    for _, queue in items(plan):
-        for item in queue:
-            if item[L.I_NUM_SPLITS] > 1:
-                item[L.I_SPLIT] = (item[L.I_SPLIT] + 1) % item[L.I_NUM_SPLITS]
-                return
-
-
-def merge_one_too_few(plan):
-    merge_entries(plan.words)[0, L.M_COUNT] -= 1
-
-
-def merge_another_rows_partials(plan):
-    merges = merge_entries(plan.words)
-    merges[[0, 1], L.M_ROW] = merges[[1, 0], L.M_ROW]
-
-
-def write_the_same_partial(plan):
-    words = plan.words
-    first = words[L.H_ENTRIES] + L.E_PARTIAL
-    words[first + L.ENTRY_WORDS] = words[first]
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        drop_item, swap_tails, skip_first_tail_token, shift_a_segment, segment_of_another_request,
-        overlap_segments, split_off_by_one, merge_one_too_few, merge_another_rows_partials,
-        write_the_same_partial,
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("fault", FAULTS)
 def test_the_check_finds_a_planted_fault(fault):
-    paths = path_table([(-1, 130), (0, 40)], [1, 1, 0, 1, -1], [33, 34, 60, 35, 36])
+    paths = plan_faults.tree()
     plan = planner(HEADS[1], "naive").plan(paths)
     check_coverage(plan, paths)
     fault(plan)

@@ -12,8 +12,9 @@ from sgl_prefix_attn.execute.params import LayerParams
 from sgl_prefix_attn.kernels import layout as L
 from tests.support import gpu_problems
 from tests.support.forests import path_table
-from tests.support.gpu_problems import LLAMA, TREES, executor, gpu_problem, grow, planner, poison
+from tests.support.gpu_problems import LLAMA, TREES, gpu_problem, planner
 from tests.support.problems import assert_attention
+from tests.support.running import executor, load, poison
 
 ROWS = 64  # the captured batch size
 LAYERS = 3
@@ -84,7 +85,7 @@ class Server:
         """A new batch, from poisoned memory: its plan is loaded, its inputs are in place."""
         problem = self.problems[name]
         poison(self.executor, problem)
-        self.executor.load(self.plans[name], problem.req_to_token, problem.pool)
+        load(self.executor, problem, self.plans[name])
         self.kv.fill_(math.nan)
         self.put(problem)
         return problem
@@ -102,9 +103,7 @@ class Server:
             self.kv[layer, 0, :slots], self.kv[layer, 1, :slots] = of_layer.k, of_layer.v
             self.q[layer, :batch] = of_layer.q
         self.seq_lens[:batch] = problem.seq_lens
-        rows = problem.req_to_token[problem.pool]
-        last = rows.gather(1, problem.seq_lens.long()[:, None] - 1).flatten()
-        self.out_cache_loc[:batch] = last
+        self.out_cache_loc[:batch] = problem.last_slots()
 
     def replay(self, problem):
         """Replay, and return the entries of kv_indices that changed."""
@@ -174,7 +173,7 @@ def test_growing_through_replays(server, name):
     generator = torch.Generator().manual_seed(7)
     server.replay(problem)
     for step in range(HEADROOM):
-        slots = grow(problem, generator)
+        slots = problem.grow(generator)
         server.put(problem)
         batch = problem.q.shape[0]
         assert torch.equal(server.out_cache_loc[:batch], slots)
@@ -188,7 +187,7 @@ def test_growing_through_replays(server, name):
 
 def test_replaying_twice_is_idempotent(server):
     problem = fresh(server, "mixed")
-    grow(problem, torch.Generator().manual_seed(8))
+    problem.grow(torch.Generator().manual_seed(8))
     server.put(problem)
     server.replay(problem)
     first = server.out.clone()
@@ -215,7 +214,7 @@ def test_a_skipped_append_is_found(server):
     server.replay(problem)
     server.check(problem)
     stale = server.out_cache_loc.clone()
-    grow(problem, torch.Generator().manual_seed(9))
+    problem.grow(torch.Generator().manual_seed(9))
     server.put(problem)
     server.out_cache_loc.copy_(stale)
     server.replay(problem)
@@ -225,8 +224,7 @@ def test_a_skipped_append_is_found(server):
 
 def test_a_plan_of_another_tree_is_found(server):
     problem = fresh(server, "deep")
-    other = server.problems["forty_roots"]
-    server.executor.load(server.plans["forty_roots"], other.req_to_token, other.pool)
+    load(server.executor, server.problems["forty_roots"], server.plans["forty_roots"])
     server.graph.replay()
     with pytest.raises(AssertionError):
         server.check(problem)

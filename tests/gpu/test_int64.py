@@ -8,8 +8,9 @@ import torch
 
 from sgl_prefix_attn.kernels import layout as L
 from tests.support import gpu_problems
-from tests.support.gpu_problems import LLAMA, TREES, executor, gpu_problem, loaded, planner, run
+from tests.support.gpu_problems import LLAMA, TREES, gpu_problem, planner
 from tests.support.problems import assert_attention
+from tests.support.running import executor, loaded, run
 
 LIMIT = 2**31
 GIB = 2**30
@@ -41,8 +42,7 @@ def test_a_pool_of_more_than_2_to_31_elements():
     problem.req_to_token = problem.req_to_token + offset
     made = loaded(problem, planner().plan(paths))
     assert_attention(problem, *run(made, problem))
-    last = problem.req_to_token[problem.pool].gather(1, problem.seq_lens.long()[:, None] - 1)
-    made.append(problem.seq_lens, last.flatten().long())
+    made.append(problem.seq_lens, problem.last_slots())
     assert_attention(problem, *run(made, problem))
 
 

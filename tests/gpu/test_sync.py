@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.support.gpu_problems import TREES, executor, gpu_problem, planner
+from tests.support.gpu_problems import TREES, gpu_problem, planner
+from tests.support.running import executor, load
 
 BUSY_CYCLES = 2_000_000_000  # about a second: longer than any step's host time
 
@@ -22,9 +23,7 @@ def prepared():
     made = executor(problems[0], *plans)
     steps = []
     for problem, plan in zip(problems, plans, strict=True):
-        rows = problem.req_to_token[problem.pool]
-        last = rows.gather(1, problem.seq_lens.long()[:, None] - 1).flatten().long()
-        steps.append((problem, plan, last, torch.empty_like(problem.q)))
+        steps.append((problem, plan, problem.last_slots(), torch.empty_like(problem.q)))
         replanning_step(made, steps[-1])
     torch.cuda.synchronize()
     return made, steps
@@ -39,7 +38,7 @@ def steady_step(made, step, layers=4):
 
 def replanning_step(made, step):
     problem, plan, _, _ = step
-    made.load(plan, problem.req_to_token, problem.pool)
+    load(made, problem, plan)
     steady_step(made, step)
 
 

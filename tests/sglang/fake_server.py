@@ -24,10 +24,11 @@ PLAIN_SERVER = {
 
 
 class Stock(AttentionBackend):
-    """Stock attention that answers 7; calls are the methods called, trace the kernels run."""
+    """Stock attention that answers 7; calls are the methods called, trace the kernels run, saved
+    whether each decode was to write KV."""
 
     def __init__(self, trace):
-        self.calls, self.trace = [], trace
+        self.calls, self.trace, self.saved = [], trace, []
 
     def init_forward_metadata(self, forward_batch):
         self.calls.append("metadata")
@@ -44,6 +45,7 @@ class Stock(AttentionBackend):
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
         self.calls.append("decode")
         self.trace.append("stock")
+        self.saved.append(save_kv_cache)
         return torch.full_like(q, 7.0)
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
@@ -133,6 +135,13 @@ class Server:
             SimpleNamespace(reqs=self.world.reqs, tree_cache=cache or self.world.cache),
         )
 
+    def eager_step(self, grown, cache=None, **options):
+        """The batch, q and output of an eager decode step of one layer."""
+        batch = self.batch(grown)
+        self.observe(batch, cache)
+        self.backend.init_forward_metadata(batch)
+        return (batch, *self.attend(batch, **options))
+
     def attend(self, batch, **options):
         rows = len(batch.seq_lens)
         generator = torch.Generator().manual_seed(int(batch.seq_lens[0]))
@@ -149,5 +158,9 @@ class Server:
         out, _ = full_attention(
             q.view(-1, HQ, D), pool.k, pool.v, self.world.req_to_token,
             batch.req_pool_indices, batch.seq_lens, sm_scale=D**-0.5,
+            logits_soft_cap=self.layer.logit_cap,
         )  # fmt: skip
         return out.reshape(len(q), -1).float()
+
+    def assert_attention(self, batch, q, out):
+        torch.testing.assert_close(out, self.expected(q, batch), rtol=1e-5, atol=1e-5)

@@ -24,61 +24,63 @@ def server(monkeypatch):
     return Server(monkeypatch)
 
 
-def eager_step(server, grown, cache=None, **options):
-    batch = server.batch(grown)
-    server.observe(batch, cache)
-    server.backend.init_forward_metadata(batch)
-    return (batch, *server.attend(batch, **options))
-
-
 def test_eager_steps_equal_full_attention_planned_or_appended(server):
     for grown in range(1, 15):  # beyond the headroom of 8
-        batch, q, out = eager_step(server, grown)
-        torch.testing.assert_close(out, server.expected(q, batch), rtol=1e-5, atol=1e-5)
+        server.assert_attention(*server.eager_step(grown))
     assert server.backend.counters.plans == {"first": 1, "headroom": 1}
     assert not server.stock.calls
 
 
 def test_a_capture_between_steps_makes_the_next_one_plan(server):
-    eager_step(server, 1)
+    server.eager_step(1)
     server.backend.init_forward_metadata_out_graph(server.batch(1), in_capture=True)
-    batch, q, out = eager_step(server, 2)
-    torch.testing.assert_close(out, server.expected(q, batch), rtol=1e-5, atol=1e-5)
+    server.assert_attention(*server.eager_step(2))
     assert server.backend.counters.plans == {"first": 1, "capture": 1}
 
 
 def test_stock_steps_leave_no_plan_behind(server):
-    eager_step(server, 1)
-    _, _, out = eager_step(server, 2, HiRadixCache())
+    server.eager_step(1)
+    _, _, out = server.eager_step(2, HiRadixCache())
     assert (out == 7.0).all() and server.stock.calls == ["metadata", "decode"]
-    batch, q, out = eager_step(server, 3)
-    torch.testing.assert_close(out, server.expected(q, batch), rtol=1e-5, atol=1e-5)
+    server.assert_attention(*server.eager_step(3))
     assert server.backend.counters.plans == {"first": 1, "lengths": 1}
 
 
-def test_a_batch_that_was_not_observed_is_stock(server):
+@pytest.mark.parametrize("steps_before", [0, 1])  # an observed step is used once
+def test_a_batch_that_was_not_observed_is_stock(server, steps_before):
+    for grown in range(1, 1 + steps_before):
+        server.eager_step(grown)
     batch = server.batch(1)  # SGLang's warm-up makes such batches
     server.backend.init_forward_metadata(batch)
     server.attend(batch)
     assert server.stock.calls == ["metadata", "decode"]
 
 
-def test_an_observed_step_is_used_once(server):
-    eager_step(server, 1)
-    batch = server.batch(1)
-    server.backend.init_forward_metadata(batch)
-    server.attend(batch)
-    assert server.stock.calls == ["metadata", "decode"]
+def test_the_soft_cap_of_a_layer_is_applied(server):
+    server.layer.logit_cap = 0.5
+    batch, q, out = server.eager_step(1)
+    server.assert_attention(batch, q, out)
+    server.layer.logit_cap = 0.0
+    assert (server.expected(q, batch) - out).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("cache", [None, HiRadixCache()], ids=["prefix", "stock"])
+def test_kv_that_is_in_the_pool_is_not_written_again(server, cache):
+    """Models with fused rotary kernels write it themselves and pass save_kv_cache=False."""
+    before = server.runner.token_to_kv_pool.k.clone()
+    server.eager_step(1, cache, save_kv_cache=False)
+    assert server.runner.token_to_kv_pool.k.equal(before)
+    assert server.stock.saved == ([False] if cache else [])
 
 
 def test_an_error_while_a_step_is_prepared_leaves_a_server_with_stock_steps(server, caplog):
-    eager_step(server, 1)
+    server.eager_step(1)
     batch = server.batch(2)
     batch.seq_lens_cpu = SimpleNamespace(numpy=lambda: 1 / 0)
     server.observe(batch)
     server.backend.init_forward_metadata(batch)
     assert (server.attend(batch)[1] == 7.0).all() and "ZeroDivisionError" in caplog.text
-    assert (eager_step(server, 3)[2] == 7.0).all()
+    assert (server.eager_step(3)[2] == 7.0).all()
     assert server.backend.counters.steps[Decision("stock", "internal_error")] == 1
 
 
@@ -121,9 +123,9 @@ def test_prefill_and_verify_go_to_stock(server):
 
 
 def test_a_layer_option_turns_all_later_steps_to_stock(server):
-    _, _, out = eager_step(server, 1, sinks=torch.zeros(HQ))
+    _, _, out = server.eager_step(1, sinks=torch.zeros(HQ))
     assert (out == 7.0).all() and server.stock.calls == ["metadata", "decode"]
-    _, _, out = eager_step(server, 2)
+    _, _, out = server.eager_step(2)
     assert (out == 7.0).all()
     reasons = {decision.reason for decision in server.backend.counters.steps}
     assert reasons == {"default", "layer_option:sinks"}
@@ -133,14 +135,14 @@ def test_a_layer_option_turns_all_later_steps_to_stock(server):
 def test_kernels_that_fail_in_an_eager_step_leave_a_server_with_stock_steps(
     server, monkeypatch, caplog, kernel
 ):
-    eager_step(server, 1)
+    server.eager_step(1)
     server.world.reqs.pop()  # the next step loads a plan
     with monkeypatch.context() as patched:
         patched.setattr(server.backend._executor, kernel, lambda *_, **__: 1 / 0)
-        batch, _, out = eager_step(server, 2)
+        batch, _, out = server.eager_step(2)
     assert (out == 7.0).all() and server.stock.calls == ["metadata", "decode"]
     assert "prefix kernels failed: division by zero" in caplog.text
-    _, _, out = eager_step(server, 3)
+    _, _, out = server.eager_step(3)
     assert (out == 7.0).all()
     assert server.backend.counters.steps[Decision("stock", "kernel_error")] == 1
 
@@ -156,7 +158,7 @@ def test_where_going_on_is_not_safe_they_are_raised(monkeypatch, tp_size, error)
 
     monkeypatch.setattr(server.backend._executor, "run", fail)
     with pytest.raises(type(error)) as raised:
-        eager_step(server, 1)
+        server.eager_step(1)
     assert raised.value is error
 
 
@@ -184,10 +186,10 @@ def test_a_prefill_in_between_is_part_of_no_steps_time(server):
     registry = CollectorRegistry()
     server.backend.counters.exporter = PrometheusExporter(KvSize(1, 1), registry)
     for grown in (1, 2, 3):
-        eager_step(server, grown)
+        server.eager_step(grown)
     server.observe(server.batch(3, ForwardMode.EXTEND))
     for grown in (4, 5):
-        eager_step(server, grown)
+        server.eager_step(grown)
     name = "sglang:prefix_attn_decode_interval_seconds_count"
     assert registry.get_sample_value(name, {"variant": "prefix"}) == 1
 

@@ -31,7 +31,7 @@ COUNTERS = {
 def test_make_demo_end_to_end(tmp_path):
     output = tmp_path / "demo.json"
     command = [sys.executable, "-m", "eval.demo", "--output", str(output)]
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # tests/gpu/test_demo.py has the other half
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # the other half: test_demo_on_gpu.py
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     summary = json.loads(output.read_text())

@@ -43,18 +43,22 @@ class Problem:
 
     def grow(self, generator: torch.Generator) -> torch.Tensor:
         """Every request one token longer; returns out_cache_loc [B]."""
-        slots = self.req_to_token[self.pool, self.seq_lens.long()]
-        shape = (slots.numel(), *self.k.shape[1:])
-        self.k[slots.long()] = torch.randn(shape, generator=generator).to(self.dtype)
-        self.v[slots.long()] = torch.randn(shape, generator=generator).to(self.dtype)
-        self.q = torch.randn(self.q.shape, generator=generator).to(self.dtype)
+        slots = self.last_slots(1)
+        for cache in (self.k, self.v):
+            values = torch.randn(slots.numel(), *cache.shape[1:], generator=generator)
+            cache[slots] = values.to(cache)
+        self.q = torch.randn(self.q.shape, generator=generator).to(self.q)
         self.seq_lens = self.seq_lens + 1
-        return slots.to(torch.int64)
+        return slots
+
+    def last_slots(self, ahead: int = 0) -> torch.Tensor:
+        """Slots [B] of the newest token of each request, or of those that come after it."""
+        return self.req_to_token[self.pool, self.seq_lens.long() - 1 + ahead].long()
 
 
 def make_problem(
     paths: PathTable, heads: HeadConfig, dtype=torch.float32, *, page_size=1, soft_cap=0.0,
-    room=20, seed=0,
+    room=20, seed=0, device="cpu",
 ) -> Problem:  # fmt: skip
     """Slots in pages of random order, rows of req_to_token in random order, random q, k and v.
 
@@ -96,9 +100,10 @@ def make_problem(
         paths=paths, heads=heads, dtype=dtype, soft_cap=soft_cap,
         # logits of standard deviation 1.5: peaked enough that one token matters
         sm_scale=1.5 * heads.head_dim**-0.5,
-        q=q, k=cache[0], v=cache[1], req_to_token=torch.from_numpy(req_to_token),
-        pool=torch.from_numpy(pool.astype(np.int64)),
-        seq_lens=torch.from_numpy(paths.seq_lens.copy()),
+        q=q.to(device), k=cache[0].to(device), v=cache[1].to(device),
+        req_to_token=torch.from_numpy(req_to_token).to(device),
+        pool=torch.from_numpy(pool.astype(np.int64)).to(device),
+        seq_lens=torch.from_numpy(paths.seq_lens.copy()).to(device),
     )  # fmt: skip
 
 

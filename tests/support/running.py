@@ -7,46 +7,79 @@ import math
 import torch
 
 from sgl_prefix_attn import PrefixDecodeWrapper
+from sgl_prefix_attn.execute.backends.choice import backend_class
 from sgl_prefix_attn.execute.backends.torch_backend import TorchBackend
-from sgl_prefix_attn.execute.backends.triton_backend import TritonBackend
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.params import Capacity
-from tests.support.forests import chain, splitting_tiles
+from sgl_prefix_attn.plan.tile_defaults import default_tile_set
+from tests.support.forests import chain
 
 PADDING = 3  # rows of q and out above the batch, as in a captured graph
 
 
-def executor(problem, *plans, use_triton=False, packed=True):
-    """Room for the plans, and kv_indices full of the poison slot."""
-    capacity = Capacity.for_plans(*plans)
-    cpu = torch.device("cpu")
-    if use_triton:
-        tiles = splitting_tiles(problem.heads, packed)
-        backend = TritonBackend(problem.heads, tiles, problem.dtype, cpu)
+def executor(problem, *plans, tiles=None, **options):
+    """Room for the plans on the kernels of the problem's device; memory is poisoned.
+
+    tiles and options are those of TritonBackend; the torch backend needs none.
+    """
+    device = problem.q.device
+    kernels = backend_class(device)
+    if kernels is TorchBackend:
+        backend = kernels(problem.heads, problem.dtype, device)
     else:
-        backend = TorchBackend(problem.heads, problem.dtype, cpu)
-    made = PlanExecutor(backend, capacity)
+        tiles = tiles or default_tile_set(device, problem.heads)
+        backend = kernels(problem.heads, tiles, problem.dtype, device, **options)
+    made = PlanExecutor(backend, Capacity.for_plans(*plans))
+    poison(made, problem)
+    return made
+
+
+def poison(made, problem):
+    """Point all of kv_indices at the poison slot, and fill partial rows with NaN."""
     made.workspace.kv_indices.fill_(problem.poison_slot)
+    made.workspace.partial_out.fill_(math.nan)
+    made.workspace.partial_state.fill_(math.nan)
+
+
+def load(made, problem, plan):
+    made.load(plan, problem.req_to_token, problem.pool)
+
+
+def loaded(problem, plan, **options):
+    made = executor(problem, plan, **options)
+    load(made, problem, plan)
     return made
 
 
 def run(made, problem):
     """out and LSE, from outputs full of NaN; the padding rows must keep theirs."""
     batch = problem.q.shape[0]
-    rows = batch + PADDING
-    q = torch.full((rows, *problem.q.shape[1:]), math.nan, dtype=problem.dtype)
+    q = problem.q.new_full((batch + PADDING, *problem.q.shape[1:]), math.nan)
     q[:batch] = problem.q
-    seq_lens = torch.cat([problem.seq_lens, torch.ones(PADDING, dtype=torch.int32)])
+    seq_lens = torch.cat([problem.seq_lens, problem.seq_lens.new_ones(PADDING)])
     out = torch.full_like(q, math.nan)
-    lse = torch.full(q.shape[:2], math.nan)
+    lse = torch.full(q.shape[:2], math.nan, device=q.device)
     made.run(problem.layer(out, q=q, seq_lens=seq_lens, out_lse=lse))
     assert out[batch:].isnan().all() and lse[batch:].isnan().all(), "padding rows were written"
     return out[:batch], lse[:batch]
 
 
-def wrapper(heads, dtype=torch.float32, **options):
+def append(made, problem, slots):
+    """Append a step's slots with padding rows; twice, because a capture does so too."""
+    padded = torch.cat([slots, slots.new_zeros(PADDING)])
+    for _ in range(2):
+        made.append(problem.seq_lens, padded)
+
+
+def wrapper(heads, dtype=torch.float32, device="cpu", **options):
     sizes = (heads.num_qo_heads, heads.num_kv_heads, heads.head_dim)
-    return PrefixDecodeWrapper(*sizes, device="cpu", dtype=dtype, **options)
+    return PrefixDecodeWrapper(*sizes, device=device, dtype=dtype, **options)
+
+
+def wrapper_of(problem, **options):
+    """A wrapper without a plan for the problem's model."""
+    options = {"sm_scale": problem.sm_scale, "logits_soft_cap": problem.soft_cap, **options}
+    return wrapper(problem.heads, problem.dtype, problem.q.device, **options)
 
 
 def paths_of(table):
@@ -57,7 +90,11 @@ def paths_of(table):
     ]
 
 
-def planned_wrapper(problem, **options):
-    made = wrapper(problem.heads, problem.dtype, sm_scale=problem.sm_scale, **options)
-    made.plan(paths_of(problem.paths), problem.seq_lens, problem.req_to_token, problem.pool)
+def plan_wrapper(made, problem):
+    seq_lens, pool = problem.seq_lens.cpu(), problem.pool.cpu()
+    made.plan(paths_of(problem.paths), seq_lens, problem.req_to_token, pool)
     return made
+
+
+def planned_wrapper(problem, **options):
+    return plan_wrapper(wrapper_of(problem, **options), problem)

@@ -11,6 +11,7 @@ from sgl_prefix_attn.patches import remaps as remaps_hook
 from sgl_prefix_attn.paths.readers import reader_of, unsupported_tree
 from sgl_prefix_attn.paths.tree_reader import RunningBatch, TreeInvariantError, check_paths
 from tests.support.fake_sglang import ChunkCache, HiRadixCache, Req, World, path
+from tests.support.forests import chain
 
 PROMPTS = st.lists(
     st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=12
@@ -34,14 +35,6 @@ def read(world):
 
 def check(paths, world, grown=1):
     check_paths(paths, world.batch(grown), reader_of(world.cache))
-
-
-def chain(paths, i_req):
-    nodes, i = [], int(paths.leaf[i_req])
-    while i >= 0:
-        nodes.append(i)
-        i = int(paths.parent[i])
-    return nodes[::-1]
 
 
 @given(PROMPTS)
@@ -73,30 +66,18 @@ def test_check_finds_any_wrong_length(prompts, data):
         check(dataclasses.replace(paths, length=length), world)
 
 
-def test_check_finds_a_shift_that_keeps_the_sum():
+def test_check_says_what_is_wrong_and_where():
     world = world_of([[0, 0, 1, 1], [0, 0, 2, 2]])
     paths = read(world)
-    length = paths.length.copy()
-    root = int(np.flatnonzero(paths.parent < 0)[0])
-    length[root] += 1
-    length[np.arange(len(length)) != root] -= 1
+    # A shift that keeps the sum.
+    length = np.where(paths.parent < 0, paths.length + 1, paths.length - 1)
     with pytest.raises(TreeInvariantError, match="holds 2 tokens, the path says 3"):
         check(dataclasses.replace(paths, length=length), world)
-
-
-def test_check_names_request_node_and_position_of_a_wrong_slot():
-    world = world_of([[0, 1, 2, 0], [0, 1, 1]])
-    paths = read(world)
+    with pytest.raises(TreeInvariantError, match="seq_len is 4"):
+        check(read_batch(world.batch(grown=0)), world)  # the newest token is no one's own
     world.req_to_token[1, 2] += 1
     node = world.reqs[1].last_node
     with pytest.raises(TreeInvariantError, match=rf"request r1: node {node.id} .* at position 2"):
-        check(paths, world)
-
-
-def test_check_finds_a_path_as_long_as_the_request():
-    world = world_of([[0, 1, 2]])
-    paths = read_batch(world.batch(grown=0))
-    with pytest.raises(TreeInvariantError, match="seq_len is 3"):
         check(paths, world)
 
 
@@ -131,16 +112,10 @@ def test_requests_without_a_path():
     check_paths(paths, batch, reader_of(world.cache))
 
 
-def test_finished_request_in_its_last_overlapped_step():
+def test_the_root_of_a_tree_that_was_reset_since_ends_the_path():
     world = world_of([[0, 1, 2]])
-    world.reqs[0].req_pool_idx = None  # its row is free already
-    paths = read(world)
-    check(paths, world)
-    assert paths.leaf.tolist() == [0]
-
-
-def test_root_of_a_tree_that_was_reset_since_ends_the_path():
-    world = world_of([[0, 1, 2]])
+    world.reqs[0].req_pool_idx = None  # finished, in its last overlapped step: its row is free
+    check(read(world), world)
     world.root = None
     assert read(world).length.tolist() == [3]
 
@@ -156,6 +131,8 @@ def test_other_caches_are_refused_with_their_name():
     assert unsupported_tree(ChunkCache()) is None
     # A subclass keeps its values elsewhere.
     assert unsupported_tree(HiRadixCache()) == "tree:HiRadixCache"
+    namesake = type("RadixCache", (), {"__module__": "another.radix_cache"})
+    assert unsupported_tree(namesake()) == "tree:RadixCache"
     assert unsupported_tree(object()) == "tree:object"
     assert reader_of(HiRadixCache()) is None
 
@@ -173,9 +150,7 @@ def test_each_node_is_walked_once():
             visited.append(self)
             return self.__dict__["parent"]
 
-        @parent.setter
-        def parent(self, value):
-            self.__dict__["parent"] = value
+        parent = parent.setter(lambda self, value: self.__dict__.update(parent=value))
 
     for node in [world.insert(deep[:end]) for end in range(1, 61)]:
         node.__class__ = Counted

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.gpu.test_sglang_backend import pytestmark as needs_sglang
+from tests.gpu.test_engines import pytestmark as needs_sglang
 
 pytestmark = needs_sglang
 

@@ -5,8 +5,8 @@ alike. tests/sglang/test_tensor_parallel.py has more of the latter, on a CPU.
 import pytest
 import torch
 
-from tests.gpu import test_sglang_backend as one_gpu
-from tests.gpu.test_sglang_backend import MARGIN, NOISE, REFERENCE, TESTED
+from tests.gpu import test_engines as one_gpu
+from tests.gpu.test_engines import MARGIN, NOISE, REFERENCE, TESTED
 from tests.sglang.engine import Config
 from tests.sglang.test_tensor_parallel import ONE_FAILS, SCENARIO, ranks_steps, sequence
 
