@@ -11,7 +11,7 @@ demo: install
 	@$(BIN)/python -m eval.demo
 
 test: lint
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: lint
 	@$(BIN)/python -m pytest -n 2 tests/cpu tests/eval -m "not engine and not slow" $(ARGS)

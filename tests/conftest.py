@@ -1,4 +1,4 @@
-"""Paths and skips for the whole suite."""
+"""Paths, skips and the order of the whole suite."""
 
 import sys
 from pathlib import Path
@@ -13,6 +13,10 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items):
+    """Files with engines first: where files are spread over processes, the longest must not be
+    the last to start."""
+    slow = {item.path for item in items if item.get_closest_marker("engine")}
+    items.sort(key=lambda item: item.path not in slow)
     if torch.cuda.is_available():
         return
     for item in items:

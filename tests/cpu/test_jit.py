@@ -39,6 +39,8 @@ def compiled_modules() -> dict[str, str]:
 def test_a_server_without_a_cache_folder_starts_and_says_so_once():
     names = [f"sgl_prefix_attn.{path[:-3].replace('/', '.')}" for path in compiled_modules()]
     assert "sgl_prefix_attn.plan.forest" in names
+    for path, text in compiled_modules().items():
+        assert (path in UNCACHED) == ("from numba import njit" in text), path
     command = [sys.executable, "-c", NOWHERE, *names]
     done = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent)
     assert done.returncode == 0, done.stderr
@@ -58,8 +60,3 @@ def test_another_error_of_numba_is_raised(monkeypatch):
     monkeypatch.setattr(jit, "njit", refuse)
     with pytest.raises(RuntimeError, match="NUMBA_CPU_NAME"):
         jit.cached_njit(twice)
-
-
-def test_every_compiled_function_is_the_package_s_own():
-    for path, text in compiled_modules().items():
-        assert (path in UNCACHED) == ("from numba import njit" in text), path

@@ -5,8 +5,12 @@ import math
 import pytest
 import torch
 
+from eval.compare_outputs import faults
+from sgl_prefix_attn import plan as plan_module
 from sgl_prefix_attn.execute import reference
+from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.kernels import layout as L
+from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.records import HeadConfig
 from tests.support import plan_faults
 from tests.support.forests import planner
@@ -60,6 +64,24 @@ def test_the_comparison_finds_a_planted_fault(fault, dtype, monkeypatch):
     for found in ((out,), (out, lse)):
         with pytest.raises(AssertionError):
             assert_attention(problem, *found)
+
+
+@pytest.mark.parametrize("fault", faults.FAULTS)
+def test_each_fault_of_the_evaluation_changes_attention(fault, monkeypatch):
+    for owner, name in (
+        (plan_module, "make_packs"), (Planner, "plan_forest"), (PlanExecutor, "append")
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # undone at the end
+    planted = []
+    faults.FAULTS[fault](lambda: planted.append(fault))
+    problem = make_problem(plan_faults.tree(), HEADS)
+    made = loaded(problem, planner(HEADS, "naive").plan(problem.paths))
+    if fault == "skip_append":
+        assert_attention(problem, run(made, problem)[0])
+    made.append(problem.seq_lens, problem.grow(torch.Generator().manual_seed(0)))
+    with pytest.raises(AssertionError):
+        assert_attention(problem, run(made, problem)[0])
+    assert planted
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -70,44 +70,25 @@ def test_pat_on_deeper_trees_by_hand():
     }
 
 
-@pytest.mark.parametrize("length, merged", [(7, True), (8, True), (9, False)])
-def test_pat_threshold(length, merged):
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("beyond", [-1, 0, 1])
+def test_pat_threshold(size, beyond):
     """4 * size < len splits, and equality merges (the algorithm, not the strict > of the text)."""
-    forest = build_forest(path_table([(-1, length), (0, 50), (0, 50)], [1, 1, 2, 2], [9] * 4))
-    assert choose_packing(forest, "pat", None).node.tolist() == [False, merged, merged]
-
-
-@pytest.mark.parametrize("length, merged", [(3, True), (4, True), (5, False)])
-def test_pat_threshold_of_tails(length, merged):
-    forest = build_forest(path_table([(-1, length)], [0, 0], [9, 9]))
-    assert choose_packing(forest, "pat", None).tail.tolist() == [merged, merged]
+    root, merged = (-1, 4 * size + beyond), [beyond <= 0] * 2
+    if size == 1:
+        forest = build_forest(path_table([root], [0, 0], [9, 9]))
+        assert choose_packing(forest, "pat", None).tail.tolist() == merged
+    else:
+        forest = build_forest(path_table([root, (0, 50), (0, 50)], [1, 1, 2, 2], [9] * 4))
+        assert choose_packing(forest, "pat", None).node.tolist() == [False, *merged]
 
 
 # --- FastTree -------------------------------------------------------------------------------------
-def test_compute_by_hand():
+def test_compute_merges_by_hand():
     """FastTree's published cost, group 1: C_mm(q, k) = 0.66 * padQ * k + 0.33 * padK * q with tile
     (64, 32) above 16 queries, else (16, 128); padQ = -q mod tile_q, padK = max(0, tile_k - k).
 
-    root 40 tokens with 3 queries: a (100 tokens, queries 0, 1) and request 2's tail (200 tokens).
-    C_mm(3, 40) = 0.66 * 13 * 40 + 0.33 * 88 * 3 = 343.2 + 87.12 = 430.32
-    a:  split = C(3, 40) + C(2, 100) + 0.1 * 2 = 430.32 + (0.66 * 14 * 100 + 0.33 * 28 * 2)
-              = 430.32 + 942.48 + 0.2 = 1373.00
-        merge = C(1, 40) + C(2, 140) = (0.66 * 15 * 40 + 0.33 * 88) + 0.66 * 14 * 140
-              = 425.04 + 1293.60 = 1718.64  ->  split
-    tail of 0 (60 tokens) below a: split = C(2, 100) + C(1, 60) + 0.1
-              = 942.48 + (0.66 * 15 * 60 + 0.33 * 68) + 0.1 = 942.48 + 616.44 + 0.1 = 1559.02
-        merge = C(1, 100) + C(1, 160) = (990 + 9.24) + 1584 = 2583.24  ->  split; tail of 1 alike
-    tail of 2: split = 430.32 + C(1, 200) + 0.1 = 430.32 + 1980 + 0.1 = 2410.42
-        merge = C(2, 40) + C(1, 240) = (0.66 * 14 * 40 + 0.33 * 88 * 2) + 2376 = 427.68 + 2376
-              -> split
-    """
-    paths = path_table([(-1, 40), (0, 100)], [1, 1, 0], [60, 60, 200])
-    packing = choose_packing(build_forest(paths), "compute", bytes_only(HEADS))
-    assert not packing.node.any() and not packing.tail.any()
-
-
-def test_compute_merges_by_hand():
-    """17 queries pad a 64-row tile, so one of them leaves (group 1, root 100 tokens, tails of 50).
+    17 queries pad a 64-row tile, so one of them leaves (root 100 tokens, tails of 50).
 
     C(17, 100) = 0.66 * 47 * 100 + 0 = 3102; C(16, 100) = 0 + 0.33 * 28 * 16 = 147.84
     C(1, 50) = 0.66 * 15 * 50 + 0.33 * 78 = 495 + 25.74 = 520.74; C(1, 150) = 1485

@@ -18,12 +18,12 @@ from tests.support.forests import path_table, random_paths, splitting_costs
 from tests.support.plan_words import check_coverage, items
 
 HEADS = HeadConfig(8, 2, 64)
+TAIL, PACKED = TileConfig(16, 32, requests=1), TileConfig(16, 32, requests=4)
 
 
 def tile_set(**options) -> TileSet:
     shared = (TileConfig(16, 16), TileConfig(64, 32))
-    options = {"tail": TileConfig(16, 32, requests=1), "num_sms": 4, **options}
-    return TileSet(shared=shared, **options)
+    return TileSet(**{"shared": shared, "tail": TAIL, "num_sms": 4, **options})
 
 
 def naive_plan(paths, tiles, heads=HEADS):
@@ -48,25 +48,11 @@ def test_smallest_tile_that_holds_the_rows(queries, tile, per_item):
     assert queues == {0: [1] * queries, tile: per_item}
 
 
-@pytest.mark.parametrize(
-    ("tile", "group"),
-    [
-        ({}, 65),  # the tiles of tile_set() have up to 64 rows
-        ({"packed_tail": TileConfig(16, 32, requests=4)}, 5),
-        ({"packed_tail": TileConfig(32, 20, requests=8)}, 4),  # 20 columns for 8 requests
-    ],
-)
-def test_tiles_that_cannot_hold_a_group_are_refused(tile, group):
-    with pytest.raises(ValueError, match=f"cannot hold .* of {group} query heads"):
-        Planner(HeadConfig(group, 1, 32), tile_set=tile_set(**tile))
-
-
 def test_short_tails_are_packed_only_where_enough_remain():
-    packed = TileConfig(16, 32, requests=4)
     paths = path_table([], [-1] * 10, [5, 40, 9, 9, 7, 33, 32, 1, 2, 3])
 
     def sizes(tickets):
-        tiles = tile_set(packed_tail=packed, packed_len=32, packed_tickets=tickets)
+        tiles = tile_set(packed_tail=PACKED, packed_len=32, packed_tickets=tickets)
         plan = naive_plan(paths, tiles)
         check_coverage(plan, paths)
         return {t: queue[:, L.I_NUM_QUERIES].tolist() for t, queue in items(plan) if len(queue)}
@@ -78,17 +64,13 @@ def test_short_tails_are_packed_only_where_enough_remain():
 
 @pytest.mark.parametrize("batch", [1, 3, 7, 8, 9, 40])
 def test_a_graph_launches_every_tile_that_a_plan_of_its_size_may_use(batch):
-    packed = TileConfig(16, 32, requests=4)
-    tiles = tile_set(packed_tail=packed, packed_len=32, packed_tickets=4)
+    tiles = tile_set(packed_tail=PACKED, packed_len=32, packed_tickets=4)
+    assert tile_set().usable(batch, HEADS.num_kv_heads) == [0, 1, 2], "without packed tails: all"
     usable = tiles.usable(batch, HEADS.num_kv_heads)
     assert usable == ([0, 1, 2, 3] if batch >= 8 else [0, 2, 3])
     for requests in range(1, batch + 1):  # the rest of the graph's rows is padding
         plan = naive_plan(path_table([(-1, 20)], [0] * requests, [1] * requests), tiles)
         assert {t for t, queue in items(plan) if len(queue)} <= set(usable)
-
-
-def test_without_packed_tails_every_tile_is_usable():
-    assert tile_set().usable(1, 1) == [0, 1, 2]
 
 
 def test_no_split_below_min_split():
@@ -141,14 +123,18 @@ def test_splits_are_those_with_the_lowest_estimate(seed):
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    ("options", "message"),
     [
         ({"tail": TileConfig(16, 32)}, "tail must be a tails tile for one request"),
-        ({"packed_tail": TileConfig(16, 32, requests=1)}, "packed_tail must be a tails tile"),
+        ({"packed_tail": TAIL}, "packed_tail must be a tails tile"),
         ({"longest": (0.75, 0.0)}, "longest must hold positive shares"),
         ({"longest": ()}, "longest must hold positive shares"),
         ({"num_sms": 0}, "must be at least 1"),
         ({"min_split": 0}, "must be at least 1"),
+        ({"shared": ()}, "shared must hold"),
+        ({"shared": (TileConfig(64, 32), TileConfig(16, 32))}, "shared must hold"),
+        ({"shared": (TileConfig(16, 32), TileConfig(16, 64))}, "shared must hold"),
+        ({"shared": (TileConfig(16, 32, requests=2),)}, "shared must hold"),
     ],
 )
 def test_tile_set_refuses(options, message):
@@ -157,17 +143,16 @@ def test_tile_set_refuses(options, message):
 
 
 @pytest.mark.parametrize(
-    "shared",
+    ("tile", "group"),
     [
-        (),
-        (TileConfig(64, 32), TileConfig(16, 32)),
-        (TileConfig(16, 32), TileConfig(16, 64)),
-        (TileConfig(16, 32, requests=2),),
+        ({}, 65),  # the tiles of tile_set() have up to 64 rows
+        ({"packed_tail": PACKED}, 5),
+        ({"packed_tail": TileConfig(32, 20, requests=8)}, 4),  # 20 columns for 8 requests
     ],
 )
-def test_shared_tiles_must_be_in_order(shared):
-    with pytest.raises(ValueError, match="shared must hold"):
-        TileSet(shared=shared, tail=TileConfig(16, 32, requests=1), num_sms=4)
+def test_tiles_that_cannot_hold_a_group_are_refused(tile, group):
+    with pytest.raises(ValueError, match=f"cannot hold .* of {group} query heads"):
+        Planner(HeadConfig(group, 1, 32), tile_set=tile_set(**tile))
 
 
 def test_planner_refuses():

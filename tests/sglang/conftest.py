@@ -1,9 +1,12 @@
-"""Session-wide engine runs: each (configuration, backend) is started once, both side by side."""
+"""Engine runs of the whole suite: each (configuration, backend) is started once."""
+
+import os
 
 import pytest
+from filelock import FileLock
 
 from eval.tiny_model import write_tiny_llama
-from tests.sglang.engine import PREFIX, STOCK, Config, Run, finish, run_together, start
+from tests.sglang.engine import PREFIX, Config, Run, result, run
 
 
 @pytest.fixture(scope="session")
@@ -12,26 +15,30 @@ def model(tmp_path_factory):
 
 
 class Engines:
+    """Processes of pytest-xdist share a folder: who comes second waits for the first one's run."""
+
     def __init__(self, model, folder):
         self.model, self.folder, self.runs = model, folder, {}
 
-    def runs_of(self, config: Config, *backends: str) -> list[Run]:
-        """One Run for each backend, started together when they have not run yet."""
-        new = {b: (config, b) for b in backends if (config.name, b) not in self.runs}
-        for backend, run in run_together(new, self.model, self.folder / config.name).items():
-            self.runs[config.name, backend] = run
-        return [self.runs[config.name, b] for b in backends]
-
-    def both(self, config: Config) -> tuple[Run, Run]:
-        """(stock, prefix)"""
-        return tuple(self.runs_of(config, STOCK, PREFIX))
+    def run(self, config: Config, backend: str = PREFIX) -> Run:
+        if (config.name, backend) not in self.runs:
+            folder = self.folder / config.name / backend
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{folder}.lock"):
+                if not folder.exists():
+                    run(config, backend, self.model, folder)
+            self.runs[config.name, backend] = result(folder)
+        return self.runs[config.name, backend]
 
     def failing(self, config: Config) -> str:
         """The log of a prefix engine that must not start."""
         folder = self.folder / config.name / PREFIX
-        return finish(start(config, PREFIX, self.model, folder), folder, expect_failure=True).log
+        assert run(config, PREFIX, self.model, folder) != 0, "the engine should not have started"
+        return (folder / "log").read_text(errors="replace")
 
 
 @pytest.fixture(scope="session")
 def engines(model, tmp_path_factory):
-    return Engines(model, tmp_path_factory.mktemp("engines"))
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    return Engines(model, shared / "engines")

@@ -37,7 +37,6 @@ print(json.dumps({
     ("on_cpu", "product", "evaluation", "plugins"),
     [
         (False, False, False, []),
-        (False, False, True, ["eval_plugin"]),
         (False, True, True, ["eval_plugin", "prefix_attn"]),
         (True, True, False, ["prefix_attn"]),
     ],

@@ -35,8 +35,8 @@ def test_outputs_of_both_backends_are_attention(tmp_path):
         assert row["decision"] == (["prefix", "forced"] if row["backend"] == "prefix" else None)
 
 
-@pytest.mark.parametrize("fault", ["drop_node", "swap_tails", "skip_append"])
-def test_a_planted_fault_is_found(fault):
-    status, printed = layers("--backends", "prefix", "--fault", fault)
+def test_a_planted_fault_is_found():
+    """Each changes attention: tests/cpu/test_planted_faults.py. One of them on a whole engine."""
+    status, printed = layers("--backends", "prefix", "--fault", "skip_append")
     assert status == 1, printed
-    assert f"{fault} planted" in printed and "3 of 3 layer outputs are wrong" in printed
+    assert "skip_append planted" in printed and "3 of 3 layer outputs are wrong" in printed

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from tests.sglang.engine import PREFIX, Config, plain
+from tests.sglang.engine import Config, plain
 
 pytestmark = pytest.mark.engine
 
@@ -23,7 +23,7 @@ def served(engines, tmp_path_factory):
         {"enable_metrics": True, "decode_log_interval": INTERVAL},
         {"PROMETHEUS_MULTIPROC_DIR": str(folder)},
     )
-    (run,) = engines.runs_of(config, PREFIX)
+    run = engines.run(config)
     registry = CollectorRegistry()
     MultiProcessCollector(registry, path=str(folder))
 

@@ -1,4 +1,4 @@
-"""When a plan stops being valid, reproduced on the real engine (conditions of lifetime.py)."""
+"""When a plan stops being valid, on the real engine (the conditions of plan_lifetime.py)."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def causes(run, scenario):
 
 
 def test_duplicates_are_mapped_to_other_slots_between_two_decode_steps(engines):
-    _, prefix = engines.both(BASE)
+    prefix = engines.run(BASE)
     # Same four requests in the same order, all lengths as planned: only the slots moved.
     steps = prefix.steps["duplicates", ""]
     at = next(i for i, step in enumerate(steps) if "mapping" in step["causes"])
@@ -27,7 +27,7 @@ def test_duplicates_are_mapped_to_other_slots_between_two_decode_steps(engines):
 
 
 def test_mixed_chunks_move_every_length(engines):
-    _, prefix = engines.both(NO_OVERLAP)
+    prefix = engines.run(NO_OVERLAP)
     steps = prefix.steps["late_single_token", ""]
     at = next(i for i, step in enumerate(steps) if "lengths" in step["causes"])
     assert steps[at]["requests"] == steps[at - 1]["requests"]
@@ -37,32 +37,32 @@ def test_mixed_chunks_move_every_length(engines):
 
 
 def test_joins_and_leaves_replan(engines):
-    _, prefix = engines.both(BASE)
+    prefix = engines.run(BASE)
     found = [cause for cause, _ in causes(prefix, "staggered")]
     assert found.count("composition") >= 4
 
 
 def test_a_full_headroom_replans(engines):
-    _, prefix = engines.both(NO_OVERLAP)
+    prefix = engines.run(NO_OVERLAP)
     assert ("headroom", True) in causes(prefix, "siblings")
 
 
 def test_steady_steps_do_not_plan(engines):
-    _, prefix = engines.both(BASE)
+    prefix = engines.run(BASE)
     steps = prefix.steps["siblings", ""]
     assert sum(not step["causes"] for step in steps) > len(steps) / 2
 
 
 def test_steady_steps_read_no_request(engines):
     """SGLang keeps its list of requests as long as none comes or goes."""
-    _, prefix = engines.both(BASE)
+    prefix = engines.run(BASE)
     steps = prefix.steps["siblings", ""]
     read = [step["requests_read"] for step in steps]
     assert 0 < sum(read) < len(steps) / 3
 
 
 def test_retraction_without_a_tree_replans(engines):
-    _, prefix = engines.both(NO_RADIX)
+    prefix = engines.run(NO_RADIX)
     assert "composition" in [cause for cause, _ in causes(prefix, "late_prompt")]
 
 

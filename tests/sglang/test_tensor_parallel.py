@@ -5,7 +5,8 @@ import os
 import pytest
 
 from sgl_prefix_attn.step.policy import STOCK_STEPS
-from tests.sglang.engine import PREFIX, STOCK, Config, plain
+from tests.sglang.engine import STOCK, Config
+from tests.sglang.test_outputs import REFERENCE
 
 pytestmark = pytest.mark.engine
 
@@ -15,32 +16,26 @@ ONE_FAILS = "planner_error_rank1:3:5"
 ONE_FAILS_UNHEARD = f"{ONE_FAILS},no_agreement"
 
 CPUS = sorted(os.sched_getaffinity(0))
-TWO_RANKS = {
-    "engine": {"tp_size": 2},
-    # Without a NUMA node for each rank SGLang must be told their cores.
-    "env": {
-        "SGLANG_CPU_OMP_THREADS_BIND": f"{CPUS[0]}|{CPUS[-1]}",
-        "SGL_PREFIX_ATTN_HEADROOM": "5",
-    },
-}
-REFERENCE = Config("two_ranks_reference", plain(SCENARIO), **TWO_RANKS)
 RANKS = Config(
     "two_ranks",
     tuple((SCENARIO, fault) for fault in ("", ONE_FAILS, ONE_FAILS_UNHEARD)),
-    **TWO_RANKS,
+    {"tp_size": 2},
+    {
+        # Without a NUMA node for each rank SGLang must be told their cores.
+        "SGLANG_CPU_OMP_THREADS_BIND": f"{CPUS[0]}|{CPUS[-1]}",
+        "SGL_PREFIX_ATTN_HEADROOM": "5",
+    },
 )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def expected(engines):
-    (run,) = engines.runs_of(REFERENCE, STOCK)
-    return run.outputs[SCENARIO, ""]
+    return engines.run(REFERENCE, STOCK).outputs[SCENARIO, ""]
 
 
-@pytest.fixture(scope="module")
-def run(engines, expected):
-    """After the reference: two cores do not hold four ranks."""
-    return engines.runs_of(RANKS, PREFIX)[0]
+@pytest.fixture
+def run(engines):
+    return engines.run(RANKS)
 
 
 def ranks_steps(run, fault):
