@@ -42,3 +42,11 @@ def engines(model, tmp_path_factory):
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     return Engines(model, shared / "engines")
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A backend of one layer over a fake runner, without a GPU."""
+    from tests.sglang.fake_server import Server
+
+    return Server(monkeypatch)

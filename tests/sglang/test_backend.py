@@ -19,11 +19,6 @@ from tests.sglang.fake_server import HKV, HQ, D, Server
 from tests.support.fake_sglang import HiRadixCache
 
 
-@pytest.fixture
-def server(monkeypatch):
-    return Server(monkeypatch)
-
-
 def test_eager_steps_equal_full_attention_planned_or_appended(server):
     for grown in range(1, 15):  # beyond the headroom of 8
         server.assert_attention(*server.eager_step(grown))

@@ -21,11 +21,6 @@ from tests.sglang.fake_server import Server
 PREFIX_2 = ShapeKey(2, None, "prefix")
 
 
-@pytest.fixture
-def server(monkeypatch):
-    return Server(monkeypatch)
-
-
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA out of memory"), ValueError("cannot compile")]
 )
@@ -43,17 +38,21 @@ def test_a_failed_capture_leaves_the_larger_graphs(server, caplog, error):
     assert server.backend.counters.steps[Decision("stock", "graph_capture_failed")] == 1
 
 
+def failing(server, size, label, **options):
+    runner = GraphRunner(server, **options)
+    runner.backend.failing[ShapeKey(size, None, label)] = ValueError("cannot compile")
+    return runner
+
+
 def test_a_size_whose_second_label_failed_has_no_prefix_graph(server):
-    runner = GraphRunner(server)
+    runner = failing(server, 4, "nolora+prefix")
     runner.record_nolora_graph = True
-    runner.backend.failing[ShapeKey(4, None, "nolora+prefix")] = ValueError("cannot compile")
     runner.capture()
     assert_stock(runner, 1, lora_ids=["a"] * 3)
 
 
 def test_kernels_that_could_not_be_captured_are_not_tried_without_a_graph(server):
-    runner = GraphRunner(server, sizes=(1, 2))
-    runner.backend.failing[ShapeKey(2, None, "prefix")] = ValueError("cannot compile")
+    runner = failing(server, 2, "prefix", sizes=(1, 2))
     runner.capture()
     _, _, out, replayed, _ = step(runner, 1)  # three requests
     assert (out == 7.0).all() and not replayed
@@ -62,8 +61,7 @@ def test_kernels_that_could_not_be_captured_are_not_tried_without_a_graph(server
 
 def test_a_second_capture_does_not_trust_the_first(server):
     captured(server)
-    runner = GraphRunner(server)
-    runner.backend.failing[ShapeKey(4, None, "prefix")] = ValueError("cannot compile")
+    runner = failing(server, 4, "prefix")
     runner.capture()
     server.world.reqs[:] = server.world.reqs[:1]
     assert_stock(runner, 1)

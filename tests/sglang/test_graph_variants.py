@@ -26,11 +26,6 @@ from tests.support.fake_sglang import HiRadixCache
 OTHER_TREE = HiRadixCache()  # makes a step stock
 
 
-@pytest.fixture
-def server(monkeypatch):
-    return Server(monkeypatch)
-
-
 def decisions(server):
     return {(d.variant, d.reason) for d in server.backend.counters.steps}
 
@@ -73,22 +68,16 @@ def test_a_capture_makes_the_next_step_plan(server):
     assert server.backend.counters.plans == {"first": 1, "capture": 1}
 
 
-def test_one_line_says_what_the_second_set_costs(server, caplog):
+@pytest.mark.parametrize(("labels", "says"), [(1, "3 graphs"), (2, "6 graphs")])
+def test_one_line_after_the_last_graph_says_what_the_second_set_costs(server, caplog, labels, says):
     runner = GraphRunner(server)
-    runner.backend.cost["prefix"] = 5 * MIB
+    runner.record_nolora_graph = labels == 2
+    for label in ("prefix", "lora+prefix", "nolora+prefix"):
+        runner.backend.cost[label] = 5 * MIB
     with caplog.at_level(logging.INFO, logger="sgl_prefix_attn"):
         runner.capture()
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "3 graphs" in line and " 15 MiB" in line and LIMIT in line
-
-
-def test_the_line_comes_after_the_last_label(server, caplog):
-    runner = GraphRunner(server)
-    runner.record_nolora_graph = True
-    with caplog.at_level(logging.INFO, logger="sgl_prefix_attn"):
-        runner.capture()
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert "6 graphs" in line
+    assert says in line and f" {15 * labels} MiB" in line and LIMIT in line
 
 
 # --- replay --------------------------------------------------------------------------------------
@@ -121,16 +110,12 @@ def test_behind_hybrid_attn_backend_the_same(server):
     assert_prefix(runner, 3)
 
 
-def test_a_step_that_was_not_observed_replays_the_stock_graph(server):
+def test_an_idle_batch_or_one_that_was_not_observed_is_stock(server):
     runner = captured(server)
     assert_prefix(runner, 1)
     assert_stock(runner, 2, observe=False)
-
-
-def test_an_idle_batch_does_not_see_the_step_before(server):
-    runner = captured(server)
-    assert_prefix(runner, 1)
-    idle = runner.live(2, ForwardMode.IDLE)
+    assert_prefix(runner, 3)
+    idle = runner.live(4, ForwardMode.IDLE)
     server.observe(idle)
     runner.keys.clear()
     runner.step(idle)
@@ -149,31 +134,23 @@ def test_a_cross_checked_step_runs_eagerly(monkeypatch):
 # --- what stays as SGLang made it ----------------------------------------------------------------
 
 
-def draft(runner):
-    runner.model_runner.is_draft_worker = True
+OTHERS = {
+    "draft": lambda runner: setattr(runner.model_runner, "is_draft_worker", True),
+    "verify": lambda runner: setattr(runner, "capture_forward_mode", ForwardMode.TARGET_VERIFY),
+    "pdmux": lambda runner: setattr(runner, "enable_pdmux", True),
+    "other_backend": lambda runner: (
+        setattr(runner, "attn_backend", runner.server.stock),
+        setattr(runner.model_runner, "attn_backend", runner.server.stock),
+    ),
+    "model": lambda runner: runner.server.backend._only_stock("kv_dtype:float8_e4m3fn"),
+}
 
 
-def verify(runner):
-    runner.capture_forward_mode = ForwardMode.TARGET_VERIFY
-
-
-def pdmux(runner):
-    runner.enable_pdmux = True
-
-
-def other_backend(runner):
-    runner.attn_backend = runner.model_runner.attn_backend = runner.server.stock
-
-
-def unsupported_model(runner):
-    runner.server.backend._only_stock("kv_dtype:float8_e4m3fn")
-
-
-@pytest.mark.parametrize("change", [draft, verify, pdmux, other_backend, unsupported_model])
-def test_other_runners_keep_their_graphs_and_keys(server, change):
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_runners_keep_their_graphs_and_keys(server, kind):
     runner = GraphRunner(server)
     server.backend._active = server.backend._padding  # whatever the backend is up to
-    change(runner)
+    OTHERS[kind](runner)
     assert runner._make_graph_key(3, 1, "x") == ShapeKey(3, 1, "x")
     runner.capture()
     assert labels(runner) == [(4, None), (2, None), (1, None)]
