@@ -10,9 +10,8 @@ import torch
 from sgl_prefix_attn.engine.build import padding_plan
 from sgl_prefix_attn.execute.params import LayerParams
 from sgl_prefix_attn.kernels import layout as L
-from tests.support import gpu_problems
 from tests.support.forests import path_table
-from tests.support.gpu_problems import LLAMA, TREES, gpu_problem, planner
+from tests.support.gpu_problems import DEVICE, LLAMA, TREES, gpu_problem, planner
 from tests.support.problems import assert_attention
 from tests.support.running import executor, load, poison
 
@@ -26,7 +25,7 @@ BATCHES = {
         [(-1, 700)], [0] * ROWS, [1 + (31 * i) % 90 for i in range(ROWS)]
     ),
     "deep": TREES["deep"],
-    "one_request": lambda: path_table([], [-1], [1]),
+    "one_request": TREES["one_token"],
     "forty_roots": lambda: path_table(
         [(-1, 16 + 13 * i) for i in range(40)],
         [i % 40 for i in range(60)],
@@ -47,13 +46,13 @@ class Server:
         slots = max(p.k.shape[0] for p in self.problems.values())
         pool = (LAYERS, 2, slots, LLAMA.num_kv_heads, LLAMA.head_dim)
         rows = (LAYERS, ROWS, LLAMA.num_qo_heads, LLAMA.head_dim)
-        kind = {"dtype": torch.bfloat16, "device": gpu_problems.DEVICE}
+        kind = {"dtype": torch.bfloat16, "device": DEVICE}
         self.kv = torch.full(pool, math.nan, **kind)
         self.q = torch.full(rows, math.nan, **kind)
         self.out = torch.full(rows, math.nan, **kind)
-        self.lse = torch.full(rows[:3], math.nan, device=gpu_problems.DEVICE)
-        self.seq_lens = torch.ones(ROWS, dtype=torch.int64, device=gpu_problems.DEVICE)
-        self.out_cache_loc = torch.zeros(ROWS, dtype=torch.int64, device=gpu_problems.DEVICE)
+        self.lse = torch.full(rows[:3], math.nan, device=DEVICE)
+        self.seq_lens = torch.ones(ROWS, dtype=torch.int64, device=DEVICE)
+        self.out_cache_loc = torch.zeros(ROWS, dtype=torch.int64, device=DEVICE)
         some = next(iter(self.problems.values()))
         self.sm_scale = some.sm_scale
         self.executor = executor(some, *self.plans.values(), parallel_tiles=parallel_tiles)
@@ -66,8 +65,8 @@ class Server:
         assert self.out.isnan().all(), "padding rows were written"
 
     def _load_padding(self):
-        table = torch.zeros(1, 1, dtype=torch.int32, device=gpu_problems.DEVICE)
-        row = torch.zeros(1, dtype=torch.int64, device=gpu_problems.DEVICE)
+        table = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
+        row = torch.zeros(1, dtype=torch.int64, device=DEVICE)
         self.executor.load(padding_plan(self.planner), table, row)
 
     def step(self):
@@ -145,22 +144,15 @@ def fresh(server, name):
     return server.start(name)
 
 
-@pytest.mark.parametrize("name", BATCHES)
-def test_replay_with_another_tree(server, name):
-    """The plan holds this step's slots already: the captured append must change nothing, for the
-    batch and for the padding rows."""
-    problem = fresh(server, name)
-    changed = server.replay(problem)
-    assert not changed.numel(), f"entries {changed.tolist()[:8]} of kv_indices were overwritten"
-    server.check(problem)
-
-
 def test_replays_in_turn(server):
-    """Large after small after large on one graph, the first again bit for bit."""
+    """Large after small after large on one graph, the first again bit for bit. Each plan holds
+    this step's slots already: the captured append must change nothing, for the batch and for the
+    padding rows."""
     outs = []
     for name in [*BATCHES, next(iter(BATCHES))]:
         problem = fresh(server, name)
-        server.replay(problem)
+        changed = server.replay(problem).tolist()
+        assert not changed, f"{name}: entries {changed[:8]} of kv_indices were overwritten"
         server.check(problem)
         outs.append(server.out[:, : problem.q.shape[0]].clone())
     assert torch.equal(outs[0], outs[-1])
@@ -185,10 +177,18 @@ def test_growing_through_replays(server, name):
             server.check(problem)
 
 
-def test_replaying_twice_is_idempotent(server):
+def test_a_skipped_append_is_found_and_replaying_twice_is_idempotent(server):
     problem = fresh(server, "mixed")
-    problem.grow(torch.Generator().manual_seed(8))
+    server.replay(problem)
+    server.check(problem)
+    stale = server.out_cache_loc.clone()
+    slots = problem.grow(torch.Generator().manual_seed(9))
     server.put(problem)
+    server.out_cache_loc.copy_(stale)
+    server.replay(problem)
+    with pytest.raises(AssertionError):
+        server.check(problem)
+    server.out_cache_loc[: slots.numel()] = slots
     server.replay(problem)
     first = server.out.clone()
     assert not server.replay(problem).numel()
@@ -206,20 +206,6 @@ def test_a_batch_of_padding_alone(server):
     server.graph.replay()
     assert server.out.isnan().all()
     assert torch.equal(server.executor.workspace.kv_indices, before)
-
-
-def test_a_skipped_append_is_found(server):
-    """The same graph, replayed with the step's slots missing from out_cache_loc."""
-    problem = fresh(server, "mixed")
-    server.replay(problem)
-    server.check(problem)
-    stale = server.out_cache_loc.clone()
-    problem.grow(torch.Generator().manual_seed(9))
-    server.put(problem)
-    server.out_cache_loc.copy_(stale)
-    server.replay(problem)
-    with pytest.raises(AssertionError):
-        server.check(problem)
 
 
 def test_a_plan_of_another_tree_is_found(server):

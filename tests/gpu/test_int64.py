@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from sgl_prefix_attn.kernels import layout as L
-from tests.support import gpu_problems
-from tests.support.gpu_problems import LLAMA, TREES, gpu_problem, planner
+from tests.support.gpu_problems import DEVICE, LLAMA, TREES, gpu_problem, planner
 from tests.support.problems import assert_attention
 from tests.support.running import executor, loaded, run
 
@@ -32,12 +31,8 @@ def test_a_pool_of_more_than_2_to_31_elements():
     offset = LIMIT // slot_elements + 1
     for name in ("k", "v"):
         small = getattr(problem, name)
-        pool = torch.full(
-            (offset + small.shape[0], *small.shape[1:]), math.nan, dtype=small.dtype,
-            device=small.device,
-        )  # fmt: skip
-        pool[offset:] = small
-        setattr(problem, name, pool)
+        setattr(problem, name, small.new_full((offset + len(small), *small.shape[1:]), math.nan))
+        getattr(problem, name)[offset:] = small
     assert problem.k.numel() > LIMIT
     problem.req_to_token = problem.req_to_token + offset
     made = loaded(problem, planner().plan(paths))
@@ -54,11 +49,7 @@ def test_rows_of_q_and_out_beyond_2_to_31_elements():
     assert (batch - 1) * stride > LIMIT
 
     def far_rows():
-        flat = torch.empty(
-            (batch - 1) * stride + num_heads * head_dim,
-            dtype=problem.dtype,
-            device=gpu_problems.DEVICE,
-        )
+        flat = problem.q.new_empty((batch - 1) * stride + num_heads * head_dim)
         return flat.as_strided((batch, num_heads, head_dim), (stride, head_dim, 1))
 
     q, out = far_rows(), far_rows()
@@ -95,7 +86,7 @@ def test_rows_of_req_to_token_beyond_2_to_31_elements():
     plan = planner().plan(paths)
     rows, columns = problem.req_to_token.shape
     stride = LIMIT // (rows - 4)
-    flat = torch.empty((rows - 1) * stride + columns, dtype=torch.int32, device=gpu_problems.DEVICE)
+    flat = torch.empty((rows - 1) * stride + columns, dtype=torch.int32, device=DEVICE)
     table = flat.as_strided((rows, columns), (stride, 1))
     table.copy_(problem.req_to_token)
     assert int(problem.pool.max()) * stride > LIMIT
