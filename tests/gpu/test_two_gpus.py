@@ -8,7 +8,13 @@ import torch
 from tests.gpu import test_engines as one_gpu
 from tests.gpu.test_engines import MARGIN, NOISE, REFERENCE, TESTED
 from tests.sglang.engine import Config
-from tests.sglang.test_tensor_parallel import ONE_FAILS, SCENARIO, ranks_steps, sequence
+from tests.sglang.test_tensor_parallel import (
+    ONE_FAILS,
+    SCENARIO,
+    ranks_steps,
+    same_prefix_steps,
+    sequence,
+)
 
 pytestmark = [
     *one_gpu.pytestmark,
@@ -40,12 +46,8 @@ def share(runs, backend, fault=""):
 
 
 def test_both_ranks_run_the_same_prefix_steps_from_graphs(runs):
-    run = runs[TESTED]
-    first, second = ranks_steps(run, "")
-    assert first and set(sequence(first, "variant")) == {("prefix",)}
-    fields = ("variant", "reason", "requests", "seq_lens", "causes", "nodes", "read")
-    assert sequence(first, *fields) == sequence(second, *fields)
-    assert one_gpu.all_from_graphs(run.log)
+    same_prefix_steps(runs[TESTED])
+    assert one_gpu.all_from_graphs(runs[TESTED].log)
     assert share(runs, TESTED) >= share(runs, NOISE) - MARGIN
 
 
