@@ -12,14 +12,14 @@ def main():
 
     import sglang
 
-    from .scenarios import ALL
+    from . import scenarios
 
     engine = sglang.Engine(**job["engine"])
     results = []
     for name, fault in job["scenarios"]:
         fault_file.write_text(fault)
         seen = _lines(steps)
-        outputs = engine.loop.run_until_complete(ALL[name](engine))
+        outputs = engine.loop.run_until_complete(getattr(scenarios, name)(engine))
         _flush(engine)  # no scenario sees another's KV, nor what a fault left in it
         recorded = [json.loads(line) for line in steps.read_text().splitlines()[seen:]]
         results.append({"scenario": name, "fault": fault, "outputs": outputs, "steps": recorded})

@@ -62,19 +62,14 @@ def _record_steps(preparer, steps: Path, fault_file: Path):
         nth = nth_step[fault] = nth_step.get(fault, -1) + 1
         if nth == 0:
             self._stock_steps_left = 0  # of the scenario before
+        settings = self.settings
         if _forces_stock(fault, nth):
-            settings, self.settings = (
-                self.settings,
-                dataclasses.replace(self.settings, policy="stock"),
-            )
-            try:
-                step = prepare(self, batch)
-            finally:
-                self.settings = settings
-        else:
+            self.settings = dataclasses.replace(settings, policy="stock")
+        try:
             step = prepare(self, batch)
-        after = dict(self.counters.plans)
-        plan = step.new_plan
+        finally:
+            self.settings = settings
+        after, plan = dict(self.counters.plans), step.new_plan
         record = {
             "rank": _rank(),
             "variant": step.decision.variant,
@@ -180,19 +175,11 @@ def _drop_shared_node(plan) -> np.ndarray:
     from sgl_prefix_attn.kernels import layout as L
 
     words = plan.words.copy()
-    items = [
-        first + i * L.ITEM_WORDS
-        for first, count in words[L.H_QUEUES : L.HEADER_WORDS].reshape(-1, 2)
-        for i in range(count)
-    ]
-    shared = [at for at in items if words[at + L.I_LEN] != L.GROWS]
-    if shared:
-        longest = max(words[at + L.I_LEN] for at in shared)
-        for at in shared:
-            if words[at + L.I_LEN] == longest:
-                words[at + L.I_LEN] = 1
-                words[at + L.I_SPLIT] = 0
-                words[at + L.I_NUM_SPLITS] = 1
+    queues = words[L.H_QUEUES : L.HEADER_WORDS].reshape(-1, 2)
+    items = words[queues[0, 0] :][: queues[:, 1].sum() * L.ITEM_WORDS].reshape(-1, L.ITEM_WORDS)
+    shared = items[:, L.I_LEN] != L.GROWS
+    longest = items[:, L.I_LEN] == items[shared, L.I_LEN].max(initial=0)
+    items[longest, L.I_LEN], items[longest, L.I_SPLIT], items[longest, L.I_NUM_SPLITS] = 1, 0, 1
     return words
 
 

@@ -123,19 +123,3 @@ async def crowd(engine):
     return await asyncio.gather(
         *(generate(engine, SYSTEM + tokens(80 + i, 6 + i), 16) for i in range(6))
     )
-
-
-ALL = {
-    f.__name__: f
-    for f in (
-        staggered,
-        duplicates,
-        late_prompt,
-        late_single_token,
-        two_turns,
-        unshared,
-        extra_key,
-        siblings,
-        crowd,
-    )
-}
