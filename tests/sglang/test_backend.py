@@ -26,21 +26,6 @@ def test_eager_steps_equal_full_attention_planned_or_appended(server):
     assert not server.stock.calls
 
 
-def test_a_capture_between_steps_makes_the_next_one_plan(server):
-    server.eager_step(1)
-    server.backend.init_forward_metadata_out_graph(server.batch(1), in_capture=True)
-    server.assert_attention(*server.eager_step(2))
-    assert server.backend.counters.plans == {"first": 1, "capture": 1}
-
-
-def test_stock_steps_leave_no_plan_behind(server):
-    server.eager_step(1)
-    _, _, out = server.eager_step(2, HiRadixCache())
-    assert (out == 7.0).all() and server.stock.calls == ["metadata", "decode"]
-    server.assert_attention(*server.eager_step(3))
-    assert server.backend.counters.plans == {"first": 1, "lengths": 1}
-
-
 @pytest.mark.parametrize("steps_before", [0, 1])  # an observed step is used once
 def test_a_batch_that_was_not_observed_is_stock(server, steps_before):
     for grown in range(1, 1 + steps_before):
