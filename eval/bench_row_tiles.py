@@ -1,0 +1,181 @@
+"""python -m eval.bench_row_tiles: the row-tile kernel on prefix trees, one line a cut.
+
+The cuts that are predicted best are judged against fp64 and timed (CUDA-graph replay over several
+KV pools, median); the first of each tree is what the planner would choose. Each has two
+times: launched one after the other, and with programmatic dependent launches, which in an engine
+need a kernel before attention that allows them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from statistics import geometric_mean
+
+import numpy as np
+import torch
+
+from eval import provenance
+from eval.bench_kernel.case import DTYPES, Case, build_case
+from eval.bench_kernel.floor import floor_us, rates_of
+from eval.bench_kernel.oracle import Judgement, attend_rows
+from eval.bench_kernel.trees import Tree, parse_trees
+from sgl_prefix_attn.calibrate.timing import LayerTimer, medians_us, plan_us
+from sgl_prefix_attn.cli.argument_types import count
+from sgl_prefix_attn.cli.model_heads import parse_heads
+from sgl_prefix_attn.execute.backends.gluon_backend import GluonBackend
+from sgl_prefix_attn.execute.executor import PlanExecutor
+from sgl_prefix_attn.execute.params import Capacity, LayerParams
+from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.row_tile_planner import Cut, RowTilePlanner
+from sgl_prefix_attn.records import HeadConfig, PathTable
+
+_JUDGED_ROWS = 48
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m eval.bench_row_tiles", description=__doc__)
+    parser.add_argument("--trees", default="pat20", help="pat20, a file, or trees joined by ;")
+    parser.add_argument("--heads", default="32/8", help="QO/KV heads, such as 32/8,64/8")
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp16"])
+    parser.add_argument("--cuts", type=count, default=1, help="predicted best ones to time")
+    parser.add_argument("--headroom", type=count, default=256, help="steps a plan may grow")
+    parser.add_argument("--json", metavar="OUT", help="result file, written after every tree")
+    args = parser.parse_args(argv)
+    device = torch.device("cuda")
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    rates = rates_of(device)
+    meta = provenance.collect("eval.bench_row_tiles", argv, device=str(device))
+    rows: list[dict] = []
+    wrong = 0
+    for text in args.heads.split(","):
+        heads = HeadConfig(*parse_heads(text), args.head_dim)
+        planner = RowTilePlanner(heads, num_sms=num_sms, headroom=args.headroom)
+        mine = []
+        for tree in parse_trees(args.trees):
+            floor = floor_us(tree, heads, 2, rates)
+            case = build_case(tree, heads, 1, DTYPES[args.dtype], device, 0)
+            cuts = _bench(case, planner, args.cuts)
+            row = {
+                "tree": tree.name, "heads": text, "head_dim": args.head_dim, "floor_us": floor,
+                **cuts,
+            }  # fmt: skip
+            mine.append(row)
+            print(_line(row), flush=True)
+            wrong += sum(cut["problem"] is not None for cut in cuts["cuts"])
+            if args.json:
+                provenance.save(args.json, meta, rows + mine)
+            del case
+            torch.cuda.empty_cache()
+        rows += mine
+        first, pdl = (
+            geometric_mean([row["cuts"][0][us] / row["floor_us"] for row in mine])
+            for us in ("us", "us_pdl")
+        )
+        best = geometric_mean([min(c["us"] for c in r["cuts"]) / r["floor_us"] for r in mine])
+        print(
+            f"{text}: time / floor {first:.3f} by prediction ({pdl:.3f} with dependent launches), "
+            f"{best:.3f} with the best cut timed"
+        )
+    return 1 if wrong else 0
+
+
+def paths_of(tree: Tree) -> PathTable:
+    """A tree's nodes but the last level, which is private."""
+    first = np.cumsum((0, *tree.counts))
+    parent, length = [], []
+    for level, nodes in enumerate(tree.counts[:-1]):
+        for node in range(nodes):
+            above = first[level - 1] + tree.parent(level, node) if level else -1
+            parent.append(above)
+            length.append(tree.lengths[level])
+    batch = tree.batch_size
+    leaf = np.full(batch, -1)
+    if len(tree.counts) > 1:
+        leaf = first[len(tree.counts) - 2] + tree.node_of_request()[-2]
+    return PathTable(
+        parent=np.array(parent, np.int32),
+        length=np.array(length, np.int32),
+        node_id=np.arange(len(parent), dtype=np.int64),
+        leaf=leaf.astype(np.int32),
+        seq_lens=np.full(batch, tree.seq_len, np.int32),
+    )
+
+
+def _bench(case: Case, planner: RowTilePlanner, most: int) -> dict:
+    paths = paths_of(case.tree)
+    forest = build_forest(paths)
+    planner.plan(paths)
+    host_us = plan_us(lambda: planner.plan(paths), torch.device("cpu"))
+    cuts = sorted(planner.cuts(forest), key=lambda cut: cut.us)[:most]
+    rows = np.unique(np.linspace(0, case.tree.batch_size - 1, _JUDGED_ROWS).astype(int))
+    index = torch.from_numpy(rows).to(case.device)
+    args = (case.q[index], case.k[0], case.v[0], case.req_to_token[index], case.sm_scale)
+    judge = Judgement(
+        attend_rows(*args, torch.float64, torch.float64),
+        attend_rows(*args, torch.float32, case.dtype),
+    )
+    timed = [_time(case, planner, forest, cut, judge, index) for cut in cuts]
+    return {"plan_us": host_us, "cuts": timed}
+
+
+def _time(case, planner, forest, cut: Cut, judge: Judgement, index) -> dict:
+    plan = planner.serialize(forest, cut)
+    rows = torch.arange(plan.batch_size, device=case.device)
+    out = torch.full_like(case.q, float("nan"))
+
+    def runner(pdl: bool) -> Callable[[int], torch.Tensor]:
+        backend = GluonBackend(case.heads, case.dtype, case.device, pdl)
+        executor = PlanExecutor(backend, Capacity.for_plans(plan))
+        executor.load(plan, case.req_to_token, rows)
+
+        def run(layer: int) -> torch.Tensor:
+            k, v = case.k[layer], case.v[layer]
+            executor.run(LayerParams(case.q, k, v, case.seq_lens, out, None, case.sm_scale, 0.0))
+            return out
+
+        return run
+
+    run = runner(False)
+    run(0)
+    error = judge.error(out[index])
+    problem = judge.problem(error)
+    if problem is None and out.isnan().any():
+        problem = "rows of the output are not written"
+    us, us_pdl = medians_us(
+        [LayerTimer(one, case.num_layers, case.device, True) for one in (run, runner(True))]
+    )
+    return {
+        "queries": cut.most_queries,
+        "tiles": int(cut.parts.size),
+        "parts": int(cut.parts.max()),
+        "items": plan.num_items,
+        "unmasked": int(cut.tiles.blocks[:, 0].sum()),
+        "masked": int(cut.tiles.blocks[:, 1].sum()),
+        "predicted_us": cut.us,
+        "us": us,
+        "us_pdl": us_pdl,
+        "error": error.norm,
+        "problem": problem,
+    }
+
+
+def _line(row: dict) -> str:
+    floor = row["floor_us"]
+    cuts = "  ".join(
+        f"{c['us']:.1f} / {c['us_pdl']:.1f} "
+        f"(q{c['queries']} k{c['parts']}, said {c['predicted_us']:.1f})"
+        + ("" if c["problem"] is None else f" WRONG: {c['problem']}")
+        for c in row["cuts"]
+    )
+    first, best = row["cuts"][0]["us"] / floor, min(c["us"] for c in row["cuts"]) / floor
+    return (
+        f"{row['heads']:5} {row['tree']:45} floor {floor:6.1f}  x {first:5.2f}, best {best:5.2f}  "
+        f"plan {row['plan_us']:5.0f} us  {cuts}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Row-tile attention: one persistent, warp-specialised Gluon kernel for Hopper."""

@@ -1,0 +1,58 @@
+"""Which shapes the row-tile kernel is built for, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from . import words as W
+
+PRODUCER_WARPS = 4
+# Registers a thread that the launch reserves; the roles then share them out among themselves.
+LAUNCH_REGS = 168
+
+
+@dataclass(frozen=True)
+class Config:
+    """stages: blocks in the rings; consumer_regs, producer_regs: a thread's of each role."""
+
+    stages: int
+    consumer_regs: int
+    producer_regs: int
+
+
+# By head dim. 256 would fit with two stages, but spills: results alone take 128 registers a thread.
+CONFIGS = {
+    64: Config(stages=7, consumer_regs=208, producer_regs=88),
+    128: Config(stages=5, consumer_regs=208, producer_regs=88),
+}
+
+
+def kernel_constants(
+    num_kv_heads: int, group_size: int, head_dim: int, *, has_cap: bool, has_lse: bool, pdl: bool
+) -> dict:
+    """The constants that row_tile_kernel is compiled with. Raises ValueError for a shape that it
+    is not built for."""
+    if head_dim not in CONFIGS:
+        raise ValueError(f"head dim {head_dim} is none of {', '.join(map(str, CONFIGS))}")
+    if not 1 <= group_size <= W.HALF_ROWS:
+        raise ValueError(f"{group_size} query heads a KV head: 1 to {W.HALF_ROWS} fit a tile")
+    config = CONFIGS[head_dim]
+    return {
+        "HEADS": num_kv_heads,
+        "GROUP": group_size,
+        "HEAD_DIM": head_dim,
+        "STAGES": config.stages,
+        "ITEM": W.item_words(group_size),
+        "BIT_KEYS": W.has_bit_keys(group_size),
+        "HAS_CAP": has_cap,
+        "HAS_LSE": has_lse,
+        "PDL": pdl,
+        "PRODUCER_WARPS": PRODUCER_WARPS,
+        "CONSUMER_REGS": config.consumer_regs,
+        "PRODUCER_REGS": config.producer_regs,
+    }
+
+
+def compiler_options() -> dict:
+    """How Triton builds the kernel: the launch's 4 warps are the first consumer's."""
+    return {"num_warps": 4, "maxnreg": LAUNCH_REGS}

@@ -1,0 +1,244 @@
+"""The two consumer warpgroups: products, softmax and results of 64 rows each."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .merge_parts import merge_share
+from .shape import (
+    BLOCK,
+    FLAG_BITS,
+    FLAGS_OF_BLOCK,
+    FLAGS_PER_WORD,
+    FOR_WARPGROUP,
+    GROWTH_FLAGS,
+    H_NUM_ITEMS,
+    H_STEPS,
+    HALF_ROWS,
+    HEADER_WORDS,
+    I_BLOCKS,
+    I_COUNTER,
+    I_FLAGS,
+    I_PART,
+    I_PARTIAL,
+    I_PARTS,
+    I_QUERIES,
+    I_ROWS,
+    LOG2_E,
+    LOWEST,
+    MASKED,
+    TILE_ROWS,
+    advance,
+    blocks_of,
+    group_barrier,
+    ticket_of,
+)
+
+
+@gluon.jit
+def quad_sum(x):
+    """Sums [64, 4] of what each thread of a quad holds of its rows of x [64, BLOCK]: lanes are
+    added once, at the end of an item."""
+    return gl.sum(gl.sum(gl.reshape(x, [HALF_ROWS, BLOCK // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def softmax_step(s, b_max, b_sum, scale):
+    """Online softmax in base 2 over scores s [64, BLOCK], -inf where masked: probabilities, the
+    new state, and what the old results shrink by."""
+    new_max = gl.maximum(b_max, gl.max(s, 1) * scale)
+    p = gl.exp2(s * scale - new_max[:, None])
+    alpha = gl.exp2(b_max - new_max)
+    part = quad_sum(p)
+    b_sum = b_sum * gl.convert_layout(alpha, gl.SliceLayout(1, part.type.layout))[:, None] + part
+    return p, new_max, b_sum, alpha
+
+
+@gluon.jit
+def soft_cap(s, inner, outer):
+    """outer * tanh(s * inner): exact to a few ulp of outer, unlike tanh.approx."""
+    return outer - (2.0 * outer) / (gl.exp2(s * (inner * 2 * LOG2_E)) + 1.0)
+
+
+@gluon.jit
+def keep_visible(s, key, row, BIT_KEYS: gl.constexpr, GROUP: gl.constexpr):
+    """-inf in the columns that a row must not see; key as in words.py."""
+    if BIT_KEYS:
+        seen = (key[None, :] & (1 << (row // GROUP))[:, None]) != 0
+    else:
+        seen = (row[:, None] >= (key & 0xFFFF)[None, :]) & (row[:, None] < (key >> 16)[None, :])
+    return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def pass_on(rings, stage, phase):
+    """A block without columns for this warpgroup's rows."""
+    mbarrier.wait(rings.k_full.index(stage), phase)
+    mbarrier.arrive(rings.k_free.index(stage), count=1)
+    mbarrier.wait(rings.v_full.index(stage), phase)
+    mbarrier.arrive(rings.v_free.index(stage), count=1)
+
+
+@gluon.jit
+def consume(
+    out_ptr, lse_ptr, partial_out_ptr, partial_state_ptr, counters_ptr, words_ptr, stride_out,
+    sm_scale, logits_soft_cap, rings, S, WG: gl.constexpr,
+):  # fmt: skip
+    """Every item of this CTA that warpgroup WG has rows of, then its share of what to merge."""
+    DTYPE: gl.constexpr = rings.q.dtype
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.HEAD_DIM, 16])
+    QL: gl.constexpr = gl.DotOperandLayout(0, SL, 2)
+    PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
+    SR: gl.constexpr = gl.SliceLayout(1, SL)
+    OR: gl.constexpr = gl.SliceLayout(1, OL)
+    # results as they are stored, 16 bytes a thread
+    WL: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [256 // S.HEAD_DIM, S.HEAD_DIM // 8], [4, 1], [1, 0]
+    )
+    WR: gl.constexpr = gl.SliceLayout(1, WL)
+    scale = sm_scale * LOG2_E
+    z = gl.zeros([HALF_ROWS, BLOCK], gl.float32, SL)
+    offs_w = gl.arange(0, HALF_ROWS, WR)
+    offs_o = gl.arange(0, HALF_ROWS, OR)
+    offs_d = gl.arange(0, S.HEAD_DIM, gl.SliceLayout(0, WL))
+
+    num_tickets = gl.load(words_ptr + H_NUM_ITEMS) * S.HEADS
+    steps = gl.load(words_ptr + H_STEPS)
+    turns = 0
+    stage = 0
+    phase = 0
+    q_phase = 0
+    split_turns = 0
+    ticket = ticket_of(0)
+    while ticket < num_tickets:
+        head = ticket % S.HEADS
+        p_item = words_ptr + HEADER_WORDS + ticket // S.HEADS * S.ITEM
+        rows = gl.load(p_item + I_ROWS)
+        planned = gl.load(p_item + I_BLOCKS)
+        num_blocks = blocks_of(p_item, steps)
+        p_flags = words_ptr + gl.load(p_item + I_FLAGS)
+        wide = rows > HALF_ROWS
+        # tiles of one warpgroup go to both in turn
+        if wide | ((turns & 1) == WG):
+            base = gl.where(wide, WG * HALF_ROWS, 0)
+            row_s = base + gl.arange(0, HALF_ROWS, SR)
+            b_max = gl.full([HALF_ROWS], LOWEST, gl.float32, SR)
+            b_sum = quad_sum(z)
+            acc = gl.zeros([HALF_ROWS, S.HEAD_DIM], gl.float32, OL)
+            p = gl.zeros([HALF_ROWS, BLOCK], DTYPE, PL)
+            # One code path for all blocks: the first product with values is of zeros, by K.
+            v_at = 2 * stage
+            # names of their own: one that is another's alias is not carried through a loop
+            v_stage = stage + 0
+            v_phase = phase + 0
+            word = gl.load(p_flags)
+            mbarrier.wait(rings.q_full.index(WG), q_phase)
+            q_phase ^= 1
+            # Queries stay in registers: from shared memory they and a block of 64 columns would
+            # take all of its bandwidth.
+            q = rings.q.index(WG).load(QL)
+            mbarrier.arrive(rings.q_free.index(WG), count=1)
+            for i in range(num_blocks):
+                flags = gl.where(i < planned, word & FLAGS_OF_BLOCK, GROWTH_FLAGS)
+                word = word >> FLAG_BITS
+                if i % FLAGS_PER_WORD == FLAGS_PER_WORD - 1:
+                    word = gl.load(p_flags + (i + 1) // FLAGS_PER_WORD)
+                if (flags & (FOR_WARPGROUP << WG)) != 0:
+                    mbarrier.wait(rings.k_full.index(stage), phase)
+                    k = rings.kv.index(2 * stage).permute((1, 0))
+                    s = warpgroup_mma(q, k, z, use_acc=False, is_async=True)
+                    mbarrier.wait(rings.v_full.index(v_stage), v_phase, pred=i > 0)
+                    acc = warpgroup_mma(p, rings.kv.index(v_at), acc, is_async=True)
+                    s = warpgroup_mma_wait(1, deps=(s,))
+                    if S.HAS_CAP:
+                        s = soft_cap(s, sm_scale / logits_soft_cap, logits_soft_cap * LOG2_E)
+                        scale = 1.0
+                    if (flags & MASKED) != 0:
+                        key = rings.keys.index(stage).load(gl.SliceLayout(0, SL))
+                        s = keep_visible(s, key, row_s, S.BIT_KEYS, S.GROUP)
+                    s, b_max, b_sum, alpha = softmax_step(s, b_max, b_sum, scale)
+                    acc, p, s = warpgroup_mma_wait(0, deps=(acc, p, s))
+                    p = gl.convert_layout(s.to(DTYPE), PL)
+                    mbarrier.arrive(rings.k_free.index(stage), count=1)
+                    mbarrier.arrive(rings.v_free.index(v_stage), count=1, pred=i > 0)
+                    acc = acc * gl.convert_layout(alpha, OR)[:, None]
+                    v_at = 2 * stage + 1
+                    v_stage = stage
+                    v_phase = phase
+                else:
+                    pass_on(rings, stage, phase)
+                stage, phase = advance(stage, phase, S.STAGES)
+            mbarrier.wait(rings.v_full.index(v_stage), v_phase)
+            acc = warpgroup_mma(p, rings.kv.index(v_at), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(rings.v_free.index(v_stage), count=1)
+
+            # words again rather than before the loop, which has no register to spare
+            parts = gl.load(p_item + I_PARTS)
+            row_max = gl.convert_layout(b_max, OR)
+            total = gl.convert_layout(gl.sum(b_sum, 1), OR)
+            inv = gl.where(
+                total > 0, 1.0 / total, 0.0
+            )  # rows without a token in this part add nothing
+            if parts == 1:
+                row = base + offs_w
+                ok = row < rows
+                query = gl.load(p_item + I_QUERIES + row // S.GROUP, mask=ok, other=0)
+                i_head = head * S.GROUP + row % S.GROUP
+                p_out = out_ptr + query.to(gl.int64) * stride_out + i_head * S.HEAD_DIM
+                result = gl.convert_layout((acc * inv[:, None]).to(DTYPE), WL)
+                gl.store(p_out[:, None] + offs_d[None, :], result, mask=ok[:, None])
+                if S.HAS_LSE:
+                    row_o = base + offs_o
+                    ok_o = row_o < rows
+                    query_o = gl.load(p_item + I_QUERIES + row_o // S.GROUP, mask=ok_o, other=0)
+                    p_lse = lse_ptr + query_o * (S.HEADS * S.GROUP) + head * S.GROUP
+                    gl.store(p_lse + row_o % S.GROUP, row_max + gl.log2(total), mask=ok_o)
+            else:
+                # half-precision partial rows are scaled to [-1, 1]: exact range, 11 bits of the
+                # row's largest
+                top = gl.maximum(gl.max(gl.abs(acc), 1), 1e-30)
+                scaled = gl.convert_layout((acc * (1.0 / top)[:, None]).to(gl.float16), WL)
+                tile = gl.load(p_item + I_PARTIAL) + gl.load(p_item + I_PART)
+                first = (tile * S.HEADS + head).to(gl.int64) * TILE_ROWS + base
+                p_partial = partial_out_ptr + (first + offs_w) * S.HEAD_DIM
+                gl.store(
+                    p_partial[:, None] + offs_d[None, :],
+                    scaled,
+                    mask=(base + offs_w < rows)[:, None],
+                )
+                p_state = partial_state_ptr + (first + offs_o) * 2
+                ok_o = base + offs_o < rows
+                gl.store(p_state, row_max + gl.log2(total), mask=ok_o)
+                gl.store(p_state + 1, top * inv, mask=ok_o)
+                p_counter = counters_ptr + (gl.load(p_item + I_COUNTER) * S.HEADS + head) * 2
+                group_barrier()  # the stores of all warps before the count
+                gl.atomic_add(p_counter + gl.where(wide, WG, 0), 1, sem="release", scope="gpu")
+                split_turns += 1
+        else:
+            for _ in range(num_blocks):
+                pass_on(rings, stage, phase)
+                stage, phase = advance(stage, phase, S.STAGES)
+        turns += 1
+        ticket = ticket_of(turns)
+
+    # Only now, when every part of this CTA is counted: all CTAs are resident, so each part that
+    # another waits for is either counted or on its way.
+    while (split_turns > 0) & (turns > 0):
+        turns -= 1
+        ticket = ticket_of(turns)
+        head = ticket % S.HEADS
+        p_item = words_ptr + HEADER_WORDS + ticket // S.HEADS * S.ITEM
+        rows = gl.load(p_item + I_ROWS)
+        parts = gl.load(p_item + I_PARTS)
+        if (parts > 1) & ((rows > HALF_ROWS) | ((turns & 1) == WG)):
+            merge_share(
+                out_ptr, lse_ptr, partial_out_ptr, partial_state_ptr, counters_ptr, p_item, head,
+                rows, parts, stride_out, S, WG,
+            )  # fmt: skip
+            split_turns -= 1

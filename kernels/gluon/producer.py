@@ -1,0 +1,126 @@
+"""The producer warps: they gather queries, keys and values into the rings by cp.async."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .shape import (
+    BLOCK,
+    H_NUM_ITEMS,
+    H_STEPS,
+    HALF_ROWS,
+    HEADER_WORDS,
+    I_QUERIES,
+    I_REST,
+    I_ROWS,
+    PRE,
+    advance,
+    blocks_of,
+    ticket_of,
+    wait_for_kernel_before,
+)
+
+
+@gluon.jit
+def copy_queries(q_ptr, p_item, head, rows, turn, rings, q_phases, stride_q, S):
+    """Queries of one item into the buffers of the warpgroups that run it; returns the phases."""
+    # few rows at a time: this stands inside the loop over blocks, whose slots fill the registers
+    STEP: gl.constexpr = 4 * S.PRODUCER_WARPS
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [S.PRODUCER_WARPS, 1], [1, 0])
+    offs_r = gl.arange(0, STEP, gl.SliceLayout(1, L))
+    offs_d = gl.arange(0, S.HEAD_DIM, gl.SliceLayout(0, L))
+    for w in range(2):
+        if (rows > HALF_ROWS) | ((turn & 1) == w):
+            mbarrier.wait(rings.q_free.index(w), ((q_phases >> w) & 1) ^ 1)
+            for r in gl.static_range(0, HALF_ROWS, STEP):
+                row = offs_r + r + gl.where(rows > HALF_ROWS, w * HALF_ROWS, 0)
+                ok = row < rows
+                query = gl.load(p_item + I_QUERIES + row // S.GROUP, mask=ok, other=0)
+                i_head = head * S.GROUP + row % S.GROUP
+                p_q = q_ptr + query.to(gl.int64) * stride_q + i_head * S.HEAD_DIM
+                async_copy.async_copy_global_to_shared(
+                    rings.q.index(w).slice(r, STEP),
+                    p_q[:, None] + offs_d[None, :],
+                    mask=ok[:, None],
+                )
+            async_copy.mbarrier_arrive(rings.q_full.index(w), increment_count=False)
+            q_phases ^= 1 << w
+    return q_phases
+
+
+@gluon.jit
+def produce(
+    q_ptr, k_ptr, v_ptr, words_ptr, slots_ptr, keys_ptr, stride_q, stride_k, stride_v, rings, S
+):  # fmt: skip
+    """Every block of every item of this CTA, in order. Slots are loaded PRE blocks ahead."""
+    # Eight threads copy 128 bytes of a row, a whole line: the fewer of them there are, the fewer
+    # compute its address again; the consumers need the issue slots.
+    RUN: gl.constexpr = BLOCK // (4 * S.PRODUCER_WARPS)
+    L: gl.constexpr = gl.BlockedLayout([RUN, 8], [4, 8], [S.PRODUCER_WARPS, 1], [1, 0])
+    KL: gl.constexpr = gl.BlockedLayout([4], [32], [S.PRODUCER_WARPS], [0])
+    offs_n = gl.arange(0, BLOCK, gl.SliceLayout(1, L))
+    offs_k = gl.arange(0, BLOCK, KL)
+    offs_d = gl.arange(0, S.HEAD_DIM, gl.SliceLayout(0, L))
+
+    turn = 0
+    ticket = ticket_of(0)
+    # nothing here waits for anything but the ticket's number: see PRE
+    p_slots = slots_ptr + ticket // S.HEADS * (PRE * BLOCK) + offs_n
+    s0 = gl.load(p_slots)
+    s1 = gl.load(p_slots + BLOCK)
+    s2 = gl.load(p_slots + 2 * BLOCK)
+    num_tickets = gl.load(words_ptr + H_NUM_ITEMS) * S.HEADS
+    steps = gl.load(words_ptr + H_STEPS)
+    if S.PDL:
+        wait_for_kernel_before()
+    stage = 0
+    phase = 0
+    q_phases = 0
+    while ticket < num_tickets:
+        item = ticket // S.HEADS
+        head = ticket % S.HEADS
+        p_item = words_ptr + HEADER_WORDS + item * S.ITEM
+        num_blocks = blocks_of(p_item, steps)
+        rows = gl.load(p_item + I_ROWS)
+        rest = gl.load(p_item + I_REST)
+        p_k = k_ptr + head * S.HEAD_DIM
+        p_v = v_ptr + head * S.HEAD_DIM
+        for i in range(num_blocks):
+            s3 = gl.load(slots_ptr + (rest + i) * BLOCK + offs_n)  # of block i + PRE
+            at = gl.where(i < PRE, item * PRE + i, rest + i - PRE)
+            ok = s0 >= 0  # elsewhere the address is not read
+            slot = s0.to(gl.int64)
+            mbarrier.wait(rings.k_free.index(stage), phase ^ 1)
+            async_copy.async_copy_global_to_shared(
+                rings.kv.index(2 * stage),
+                p_k + (slot * stride_k)[:, None] + offs_d[None, :],
+                mask=ok[:, None],
+            )
+            async_copy.async_copy_global_to_shared(
+                rings.keys.index(stage), keys_ptr + at * BLOCK + offs_k
+            )
+            async_copy.mbarrier_arrive(rings.k_full.index(stage), increment_count=False)
+            mbarrier.wait(rings.v_free.index(stage), phase ^ 1)
+            async_copy.async_copy_global_to_shared(
+                rings.kv.index(2 * stage + 1),
+                p_v + (slot * stride_v)[:, None] + offs_d[None, :],
+                mask=ok[:, None],
+            )
+            async_copy.mbarrier_arrive(rings.v_full.index(stage), increment_count=False)
+            if i == 0:
+                # behind the first block: the words that say which queries have arrived by then
+                q_phases = copy_queries(
+                    q_ptr, p_item, head, rows, turn, rings, q_phases, stride_q, S
+                )
+            stage, phase = advance(stage, phase, S.STAGES)
+            s0 = s1
+            s1 = s2
+            s2 = s3
+        turn += 1
+        ticket = ticket_of(turn)
+        if ticket < num_tickets:
+            p_slots = slots_ptr + ticket // S.HEADS * (PRE * BLOCK) + offs_n
+            s0 = gl.load(p_slots)
+            s1 = gl.load(p_slots + BLOCK)
+            s2 = gl.load(p_slots + 2 * BLOCK)

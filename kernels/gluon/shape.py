@@ -1,0 +1,153 @@
+"""What the roles of the row-tile kernel share: its constants, arguments, rings and small steps."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.core import _aggregate as aggregate
+
+from . import words as W
+
+try:
+    from triton.experimental.gluon.language import thread_barrier as group_barrier  # Triton 3.6
+except ImportError:
+    from triton.experimental.gluon.language import barrier as group_barrier  # noqa: F401  from 3.7
+
+HEADER_WORDS, PRE, BLOCK = (gl.constexpr(x) for x in (W.HEADER_WORDS, W.PRE, W.BLOCK))
+TILE_ROWS, HALF_ROWS = gl.constexpr(W.TILE_ROWS), gl.constexpr(W.HALF_ROWS)
+H_STEPS, H_NUM_ITEMS = gl.constexpr(W.H_STEPS), gl.constexpr(W.H_NUM_ITEMS)
+I_BLOCKS, I_ROWS, I_GROWING = (gl.constexpr(x) for x in (W.I_BLOCKS, W.I_ROWS, W.I_GROWING))
+I_REST, I_FLAGS, I_QUERIES = (gl.constexpr(x) for x in (W.I_REST, W.I_FLAGS, W.I_QUERIES))
+I_PART, I_PARTS = gl.constexpr(W.I_PART), gl.constexpr(W.I_PARTS)
+I_PARTIAL, I_COUNTER = gl.constexpr(W.I_PARTIAL), gl.constexpr(W.I_COUNTER)
+MASKED, FOR_WARPGROUP = gl.constexpr(W.MASKED), gl.constexpr(W.FOR_WARPGROUP)
+FLAG_BITS, FLAGS_PER_WORD = gl.constexpr(W.FLAG_BITS), gl.constexpr(W.FLAGS_PER_WORD)
+FLAGS_OF_BLOCK = gl.constexpr((1 << W.FLAG_BITS) - 1)
+GROWTH_FLAGS = gl.constexpr(W.GROWTH_FLAGS)
+LOG2_E = gl.constexpr(1.4426950408889634)
+# below every score: rows that have seen no column yet must not make inf - inf
+LOWEST = gl.constexpr(-1.0e30)
+
+
+@aggregate
+class Shape:
+    """What a kernel is compiled for.
+
+    HEADS     KV heads; GROUP query heads each; HEAD_DIM 64 or 128
+    STAGES    blocks of K, and of V, that the rings hold
+    ITEM, BIT_KEYS  item_words(GROUP) and has_bit_keys(GROUP) of words.py
+    HAS_CAP   cap the logits; HAS_LSE write the LSE; PDL wait for the kernel before by hand
+    """
+
+    HEADS: gl.constexpr
+    GROUP: gl.constexpr
+    HEAD_DIM: gl.constexpr
+    STAGES: gl.constexpr
+    ITEM: gl.constexpr
+    BIT_KEYS: gl.constexpr
+    HAS_CAP: gl.constexpr
+    HAS_LSE: gl.constexpr
+    PDL: gl.constexpr
+    PRODUCER_WARPS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, HEADS, GROUP, HEAD_DIM, STAGES, ITEM, BIT_KEYS, HAS_CAP, HAS_LSE, PDL,
+        PRODUCER_WARPS,
+    ):  # fmt: skip
+        self.HEADS = gl.constexpr(HEADS)
+        self.GROUP = gl.constexpr(GROUP)
+        self.HEAD_DIM = gl.constexpr(HEAD_DIM)
+        self.STAGES = gl.constexpr(STAGES)
+        self.ITEM = gl.constexpr(ITEM)
+        self.BIT_KEYS = gl.constexpr(BIT_KEYS)
+        self.HAS_CAP = gl.constexpr(HAS_CAP)
+        self.HAS_LSE = gl.constexpr(HAS_LSE)
+        self.PDL = gl.constexpr(PDL)
+        self.PRODUCER_WARPS = gl.constexpr(PRODUCER_WARPS)
+
+
+@aggregate
+class Rings:
+    """Shared memory: q [2, 64, D], kv [2 * STAGES, 64, D] with K in even and V in odd buffers, keys
+    int32 [STAGES, 64], and mbarriers: what they guard is there (full) or may be overwritten (free).
+
+    Barriers of one allocation would be kept apart by a barrier of all four warps between any two
+    uses: hence one allocation for each purpose.
+    """
+
+    q: gl.shared_memory_descriptor
+    kv: gl.shared_memory_descriptor
+    keys: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    q_free: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    k_free: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    v_free: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, q, kv, keys, q_full, q_free, k_full, k_free, v_full, v_free):
+        self.q = q
+        self.kv = kv
+        self.keys = keys
+        self.q_full = q_full
+        self.q_free = q_free
+        self.k_full = k_full
+        self.k_free = k_free
+        self.v_full = v_full
+        self.v_free = v_free
+
+
+@gluon.jit
+def advance(stage, phase, STAGES: gl.constexpr):
+    """The next stage of a ring, and the parity of its barriers."""
+    stage += 1
+    wrap = stage == STAGES
+    return gl.where(wrap, 0, stage), gl.where(wrap, phase ^ 1, phase)
+
+
+@gluon.jit
+def ticket_of(turn):
+    """The CTA's ticket of a turn: turns go back and forth, so that heaviest-first lists balance."""
+    grid = gl.num_programs(0)
+    cta = gl.program_id(0)
+    return turn * grid + gl.where((turn & 1) == 1, grid - 1 - cta, cta)
+
+
+@gluon.jit
+def blocks_of(p_item, steps):
+    """Blocks of an item, those that grew since the plan included."""
+    grown = (steps * gl.load(p_item + I_GROWING) + BLOCK - 1) // BLOCK
+    return gl.load(p_item + I_BLOCKS) + grown
+
+
+@gluon.jit
+def wait_for_kernel_before():
+    """Programmatic dependent launch: everything before this may overlap with that kernel."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def let_next_kernel_start():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;",
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def read_counter(p):
+    """A counter's value, with everything that was written before it was counted up."""
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1];",
+        "=r,l",
+        [p.to(gl.int64)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -1,0 +1,141 @@
+"""Launches of the row-tile kernel and of what fills its blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import triton
+
+from sgl_prefix_attn.execute.backends.kernel_backend import Capabilities
+from sgl_prefix_attn.execute.params import Capacity, LayerParams, Workspace
+from sgl_prefix_attn.kernels.gluon import words as W
+from sgl_prefix_attn.kernels.gluon.attention import row_tile_kernel
+from sgl_prefix_attn.kernels.gluon.build_options import (
+    CONFIGS,
+    compiler_options,
+    kernel_constants,
+)
+from sgl_prefix_attn.kernels.gluon.slots import append_token_kernel, fill_blocks_kernel
+from sgl_prefix_attn.plan.row_tile_words import RowTilePlan
+from sgl_prefix_attn.records import HeadConfig
+
+_FILL_STEP = 1024
+_HOPPER = (9, 0)
+
+
+@dataclass(frozen=True)
+class RowTileCapabilities(Capabilities):
+    """Models that the kernel is built for: of the head dims within the bounds, not all are."""
+
+    def why_not(self, heads: HeadConfig, dtype: torch.dtype) -> str | None:
+        if heads.head_dim not in CONFIGS:
+            return f"head_dim:{heads.head_dim}"
+        return super().why_not(heads, dtype)
+
+
+@dataclass(frozen=True)
+class RowTileWorkspace(Workspace):
+    """Device memory of a row-tile plan.
+
+    kv_indices     int32 [blocks * BLOCK]  slots of every block
+    keys           int32 [blocks * BLOCK]  for which queries each column is
+    partial_out    float16 [partials, Hq, D], used as [partial tiles, Hkv, TILE_ROWS, D]
+    partial_state  float32 [partials, Hq, 2], used as [partial tiles, Hkv, TILE_ROWS, 2]
+    tickets        int32 [counters * Hkv * 2]  parts that are done, 0 between forwards
+    """
+
+    keys: torch.Tensor
+
+
+class GluonBackend:
+    """KernelBackend of Hopper GPUs: one launch a layer, whatever the tree.
+
+    With pdl the kernel starts while the one before it still runs, where that one allows it.
+    """
+
+    layout_version: ClassVar[int] = W.VERSION
+    capabilities: ClassVar[Capabilities] = RowTileCapabilities(
+        head_dims=(min(CONFIGS), max(CONFIGS)),
+        group_sizes=(1, 16),
+        dtypes=frozenset((torch.float16, torch.bfloat16)),
+    )
+
+    def __init__(
+        self, heads: HeadConfig, dtype: torch.dtype, device: torch.device, pdl: bool = False
+    ):
+        self.heads, self.pdl = heads, pdl
+        self._dtype, self._device = dtype, device
+        on_gpu = device.type == "cuda"
+        # more CTAs than SMs would wait for parts of CTAs that cannot start
+        self.num_sms = (
+            torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
+        )
+
+    @staticmethod
+    def why_not_device(device: torch.device) -> str | None:
+        """Say why a device cannot run the kernel, as a label of metrics, or None."""
+        if device.type != "cuda":
+            return f"device:{device.type}"
+        capability = torch.cuda.get_device_capability(device)
+        return None if capability == _HOPPER else f"compute:{capability[0]}.{capability[1]}"
+
+    def new_workspace(self, capacity: Capacity) -> RowTileWorkspace:
+        # every CTA asks for its first blocks' slots before it knows whether it has an item, and
+        # for flags one word behind an item's last
+        first_blocks = W.PRE * (self.num_sms // self.heads.num_kv_heads + 2) * W.BLOCK
+        sized = Capacity(
+            max(capacity.words, W.HEADER_WORDS) + 1,
+            max(capacity.index_slots, first_blocks),
+            max(capacity.partials, 1),
+        )
+        shared = Workspace.allocate(sized, self.heads, self._dtype, self._device)
+        shared.words[W.H_VERSION] = W.VERSION
+        # a split tile has at least two partial tiles
+        split_tiles = sized.partials * self.heads.group_size // (2 * W.TILE_ROWS) + 1
+        counters = split_tiles * self.heads.num_kv_heads * 2
+        return RowTileWorkspace(
+            words=shared.words,
+            kv_indices=shared.kv_indices,
+            keys=torch.zeros_like(shared.kv_indices),
+            partial_out=shared.partial_out,
+            partial_state=shared.partial_state,
+            tickets=torch.zeros(counters, dtype=torch.int32, device=self._device),
+        )
+
+    def fill(
+        self,
+        workspace: RowTileWorkspace,
+        plan: RowTilePlan,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+    ) -> None:
+        segments = int(plan.words[W.H_NUM_SEGMENTS])
+        if segments:
+            fill_blocks_kernel[(segments, min(64, triton.cdiv(plan.longest, _FILL_STEP)))](
+                workspace.words, req_to_token, req_pool_indices, workspace.kv_indices,
+                workspace.keys, req_to_token.stride(0), STEP=_FILL_STEP,
+            )  # fmt: skip
+
+    def append(
+        self, workspace: RowTileWorkspace, seq_lens: torch.Tensor, out_cache_loc: torch.Tensor
+    ) -> None:
+        append_token_kernel[(1,)](
+            workspace.words, seq_lens, out_cache_loc, workspace.kv_indices, workspace.keys,
+            STEP=1024,
+        )  # fmt: skip
+
+    def forward(self, workspace: RowTileWorkspace, layer: LayerParams) -> None:
+        constants = kernel_constants(
+            self.heads.num_kv_heads, self.heads.group_size, self.heads.head_dim,
+            has_cap=layer.soft_cap > 0, has_lse=layer.out_lse is not None, pdl=self.pdl,
+        )  # fmt: skip
+        row_tile_kernel[(self.num_sms,)](
+            layer.q, layer.k_cache, layer.v_cache, layer.out,
+            workspace.partial_state if layer.out_lse is None else layer.out_lse,
+            workspace.partial_out, workspace.partial_state, workspace.tickets, workspace.words,
+            workspace.kv_indices, workspace.keys, layer.q.stride(0), layer.k_cache.stride(0),
+            layer.v_cache.stride(0), layer.out.stride(0), layer.sm_scale, layer.soft_cap,
+            **constants, **compiler_options(), launch_pdl=self.pdl,
+        )  # fmt: skip

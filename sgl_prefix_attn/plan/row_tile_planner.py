@@ -1,0 +1,160 @@
+"""The planner of row tiles: forest -> leaves in order -> tiles -> parts -> words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from sgl_prefix_attn.kernels.gluon import words as W
+from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.row_tile_time import RowTileRates, part_costs, predict_us
+from sgl_prefix_attn.plan.row_tile_words import RowTilePlan, serialize_row_tiles
+from sgl_prefix_attn.plan.row_tiles import (
+    B_MASKED,
+    RowTiles,
+    cut_at_roots,
+    cut_evenly,
+    make_tiles,
+    order_leaves,
+)
+from sgl_prefix_attn.records import Forest, HeadConfig, PathTable
+
+# Blocks that a part of a split tile has at least: a shorter one is mostly fixed cost.
+LEAST_BLOCKS = 2
+# Cuts come widest first; one that takes so many times as long as the best before ends the search.
+HOPELESS = 1.6
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One way to cut a step: tiles, parts int [T] of each, and the predicted microseconds."""
+
+    tiles: RowTiles
+    parts: np.ndarray
+    costs: np.ndarray
+    us: float
+
+    @property
+    def most_queries(self) -> int:
+        return int(np.diff(self.tiles.edge).max(initial=0))
+
+
+class RowTilePlanner:
+    """Plans decode steps of one head configuration; holds no state between plans.
+
+    Raises ValueError for a group of more query heads than a tile has rows.
+    """
+
+    def __init__(
+        self,
+        heads: HeadConfig,
+        *,
+        num_sms: int,
+        rates: RowTileRates | None = None,
+        headroom: int = 256,
+    ):
+        if heads.group_size > W.HALF_ROWS:
+            raise ValueError(f"a tile has no room for {heads.group_size} query heads a KV head")
+        if headroom < 0:
+            raise ValueError(f"headroom must be >= 0 tokens, got {headroom}")
+        if num_sms < 1:
+            raise ValueError(f"num_sms must be at least 1, got {num_sms}")
+        self.heads = heads
+        self.num_sms = num_sms
+        self.rates = rates or RowTileRates()
+        self.headroom = headroom
+
+    def plan(self, paths: PathTable) -> RowTilePlan:
+        """The plan of the cut that is predicted to be fastest.
+
+        Raises ValueError for paths that do not add up.
+        """
+        forest = build_forest(paths)
+        cuts = self.cuts(forest)
+        best = next(cuts)
+        for cut in cuts:
+            if cut.us > HOPELESS * best.us:
+                break  # narrower tiles read shared KV more often still
+            if cut.us < best.us:
+                best = cut
+        return self.serialize(forest, best)
+
+    def warm_up(self) -> None:
+        """Compile the planner's loops (some seconds the first time) before serving starts."""
+        one = np.array([0], np.int32)
+        self.plan(
+            PathTable(
+                parent=np.array([-1], np.int32),
+                length=np.array([16], np.int32),
+                node_id=np.array([0], np.int64),
+                leaf=np.repeat(one, 2),
+                seq_lens=np.array([17, 18], np.int32),
+            )
+        )
+
+    def serialize(self, forest: Forest, cut: Cut) -> RowTilePlan:
+        """The plan of one of a forest's cuts."""
+        return serialize_row_tiles(
+            forest, order_leaves(forest), cut.tiles, cut.parts, cut.costs,
+            self.heads.group_size, self.headroom,
+        )  # fmt: skip
+
+    def cuts(self, forest: Forest) -> Iterator[Cut]:
+        """Every cut that is worth predicting: tile widths by halves, cut evenly or at the roots,
+        whole or split until every CTA has a ticket."""
+        leaves = order_leaves(forest)
+        batch = leaves.request.size
+        if batch == 0:
+            nothing = make_tiles(forest, leaves, np.zeros(1, np.int32), self.heads.group_size)
+            yield Cut(nothing, np.zeros(0, np.int64), np.zeros(0), self.rates.fixed)
+            return
+        most = W.queries_per_tile(self.heads.group_size)
+        seen = set()
+        while most >= 1:
+            for edge in (cut_evenly(batch, most), cut_at_roots(leaves.root, most)):
+                if edge.tobytes() not in seen:
+                    seen.add(edge.tobytes())
+                    tiles = make_tiles(forest, leaves, edge, self.heads.group_size)
+                    yield from self._split(forest, tiles)
+            most //= 2
+
+    def _split(self, forest: Forest, tiles: RowTiles) -> Iterator[Cut]:
+        costs = part_costs(tiles, self.heads, self.rates)
+        parts = np.ones(costs.size, np.int64)
+        yield self._cut(forest, tiles, parts, costs)
+        tickets = costs.size * self.heads.num_kv_heads
+        # merging waits for the slowest part: it pays only while no CTA has a second ticket
+        room = self.num_sms // self.heads.num_kv_heads
+        if tickets >= self.num_sms or costs.sum() == 0:
+            return
+        blocks = tiles.blocks[:, : B_MASKED + 1].sum(1)
+        most_parts = np.maximum(1, blocks // LEAST_BLOCKS)
+        for share in (1.0, 0.75, 0.5):
+            wanted = parts_within(costs, max(costs.size, int(room * share)), most_parts)
+            if wanted.max() > 1 and not np.array_equal(wanted, parts):
+                parts = wanted
+                yield self._cut(forest, tiles, parts, costs)
+
+    def _cut(self, forest: Forest, tiles: RowTiles, parts: np.ndarray, costs: np.ndarray) -> Cut:
+        us = predict_us(
+            tiles, costs, parts, forest.unique_tokens, self.heads, self.num_sms, self.rates
+        )
+        return Cut(tiles, parts, costs, us)
+
+
+def parts_within(costs: np.ndarray, budget: int, most: np.ndarray) -> np.ndarray:
+    """Parts int [T] of tiles that cost so much, in all at most `budget` and of each at most `most`
+    int [T]: always one more for the tile whose parts are the heaviest."""
+    parts = np.ones(costs.size, np.int64)
+    if costs.size < budget:
+        share = costs / costs.sum() * budget
+        parts = np.clip(share.astype(np.int64), 1, most)
+    for _ in range(max(0, budget - int(parts.sum()))):
+        weight = np.where(parts < most, costs / parts, -1.0)
+        tile = int(weight.argmax())
+        if weight[tile] < 0 or costs[tile] / parts[tile] < (costs / parts).max():
+            break
+        parts[tile] += 1
+    return parts

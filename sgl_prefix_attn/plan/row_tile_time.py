@@ -1,0 +1,102 @@
+"""How long a plan of row tiles takes, from its tiles alone: what the cut is chosen by."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from sgl_prefix_attn.jit import cached_njit
+from sgl_prefix_attn.kernels.gluon import words as W
+from sgl_prefix_attn.plan.row_tiles import B_MASKED, B_UNMASKED, RowTiles
+from sgl_prefix_attn.records import HeadConfig
+
+
+@dataclass(frozen=True)
+class RowTileRates:
+    """What the row-tile kernel sustains on a GPU, for 16-bit KV; microseconds.
+
+    wide, narrow      of a CTA, for an unmasked block of a tile of 128 rows, of 64 (head dim 128)
+    wide_masked, narrow_masked  the same for a masked block
+    item              of a CTA, for an item besides its blocks
+    hbm, l2           bytes/us that all SMs together gather
+    fixed             of a step, however little there is to do
+    split             of a step, where any tile is split
+    part              of a step, for each part of the tile that has most of them
+    partial           bytes/us of partial results, written and read back
+    overlap           exponent of the norm that joins CTAs, memory and L2: infinite where the
+                      slowest hides the others
+
+    The numbers are one fit to 694 cuts of the 20 trees on an H100, at 32/8, 16/8, 32/4, 16/2 and
+    32/32 heads of 128 (eval/results/row_tile_cuts_h100.json): 4 to 5 % off, root mean square. They
+    hold together, not one by one: with this exponent, rates are above what is measured alone.
+    """
+
+    wide: float = 0.931
+    narrow: float = 0.652
+    wide_masked: float = 0.596
+    narrow_masked: float = 0.601
+    item: float = 1.875
+    hbm: float = 3.462e6
+    l2: float = 13.2e6
+    fixed: float = 5.43
+    split: float = 0.294
+    part: float = 0.079
+    partial: float = 1.32e6
+    overlap: float = 1.739
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} must be finite and >= 0, got {value!r}")
+
+
+def part_costs(tiles: RowTiles, heads: HeadConfig, rates: RowTileRates) -> np.ndarray:
+    """float [T]: CTA microseconds of each whole tile's blocks, for one KV head."""
+    wide = np.diff(tiles.edge) * heads.group_size > W.HALF_ROWS
+    unmasked = np.where(wide, rates.wide, rates.narrow)
+    masked = np.where(wide, rates.wide_masked, rates.narrow_masked)
+    blocks = tiles.blocks[:, B_UNMASKED] * unmasked + tiles.blocks[:, B_MASKED] * masked
+    return blocks * (heads.head_dim / 128)
+
+
+def predict_us(
+    tiles: RowTiles,
+    costs: np.ndarray,
+    parts: np.ndarray,
+    unique_tokens: int,
+    heads: HeadConfig,
+    num_sms: int,
+    rates: RowTileRates,
+) -> float:
+    """Microseconds of one layer: costs float [T] from part_costs, parts int [T] of each tile."""
+    wide = np.diff(tiles.edge) * heads.group_size > W.HALF_ROWS
+    item = costs / parts + np.where(wide, rates.item, rates.item / 2)
+    busiest = _busiest_cta(item, parts, heads.num_kv_heads, num_sms)
+    token_bytes = 4 * heads.head_dim * heads.num_kv_heads
+    results = 2 * int(tiles.edge[-1]) * heads.num_qo_heads * heads.head_dim
+    memory = unique_tokens * token_bytes / rates.hbm + results / 6e6
+    blocks = int(tiles.blocks[:, : B_MASKED + 1].sum())
+    l2 = blocks * W.BLOCK * token_bytes / rates.l2
+    terms = np.array([busiest, memory, l2])
+    us = float((terms**rates.overlap).sum() ** (1 / rates.overlap)) + rates.fixed
+    most = int(parts.max())
+    if most > 1:
+        rows = int((np.diff(tiles.edge) * np.where(parts > 1, parts, 0)).sum())
+        partial_bytes = rows * heads.num_qo_heads * (2 * heads.head_dim + 8)
+        us += rates.split + rates.part * most + partial_bytes / rates.partial
+    return us
+
+
+@cached_njit
+def _busiest_cta(item, parts, num_kv_heads, num_sms):
+    """Tickets as the kernel hands them out: heaviest items first, rounds back and forth."""
+    load = np.zeros(num_sms)
+    ticket = 0
+    for tile in np.argsort(-item, kind="mergesort"):
+        for _ in range(parts[tile] * num_kv_heads):
+            turn, cta = ticket // num_sms, ticket % num_sms
+            load[cta if turn % 2 == 0 else num_sms - 1 - cta] += item[tile]
+            ticket += 1
+    return load.max()

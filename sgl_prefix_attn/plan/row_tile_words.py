@@ -1,0 +1,296 @@
+"""Row tiles and their parts -> the plan's int32 words (layout in kernels/gluon/words.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+
+from sgl_prefix_attn.kernels.gluon import words as W
+from sgl_prefix_attn.plan.row_tiles import LeafOrder, RowTiles, side_of
+from sgl_prefix_attn.records import Forest
+
+_make_key = njit(W.make_key)
+
+
+@dataclass(frozen=True)
+class RowTilePlan:
+    """One decode step, serialised for the row-tile kernel.
+
+    words         int32 [...]  layout in kernels/gluon/words.py
+    num_blocks    blocks of slots and keys that the step needs, growth included
+    num_partial_tiles  partial results of TILE_ROWS rows for each KV head, and
+    num_counters  pairs of counters a KV head that it needs
+    group_size    query heads a KV head
+    longest       tokens of the longest segment
+    appends_left  tokens that every request may grow before the plan is spent
+    seq_lens      int32 [B] lengths when the plan was made
+    tiles, parts  what the words say, for statistics; parts int32 [T]
+    """
+
+    words: np.ndarray
+    batch_size: int
+    num_blocks: int
+    num_partial_tiles: int
+    num_counters: int
+    group_size: int
+    longest: int
+    appends_left: int
+    seq_lens: np.ndarray
+    tiles: RowTiles
+    parts: np.ndarray
+
+    @property
+    def num_index_slots(self) -> int:
+        """Entries of slots, and of keys."""
+        return self.num_blocks * W.BLOCK
+
+    @property
+    def num_partials(self) -> int:
+        """Partial rows of all query heads that hold as much as the partial tiles."""
+        return -(-self.num_partial_tiles * W.TILE_ROWS // self.group_size)
+
+    @property
+    def num_items(self) -> int:
+        return int(self.words[W.H_NUM_ITEMS])
+
+
+def serialize_row_tiles(
+    forest: Forest,
+    leaves: LeafOrder,
+    tiles: RowTiles,
+    parts: np.ndarray,
+    costs: np.ndarray,
+    group_size: int,
+    headroom: int,
+) -> RowTilePlan:
+    """Lay out items, blocks and growth columns of a step.
+
+    parts int32 [T] of each tile, at most as many as it has blocks; costs float [T] order the items.
+    Unmasked and masked blocks of a part take turns, each spread evenly over it: products and the
+    loads of private KV then overlap within an item.
+    """
+    order = np.argsort(-costs / parts, kind="stable").astype(np.int32)
+    words, num_blocks, num_partial_tiles, num_counters, longest = _serialize(
+        leaves.request, tiles.edge, tiles.offset, tiles.run, tiles.blocks, parts, order,
+        forest.seq_lens, W.item_words(group_size), group_size, headroom,
+    )  # fmt: skip
+    return RowTilePlan(
+        words=words,
+        batch_size=forest.tail_parent.size,
+        num_blocks=num_blocks,
+        num_partial_tiles=num_partial_tiles,
+        num_counters=num_counters,
+        group_size=group_size,
+        longest=longest,
+        appends_left=headroom,
+        seq_lens=forest.seq_lens.copy(),
+        tiles=tiles,
+        parts=parts,
+    )
+
+
+# Not cached on disk: numba's cache does not see a change of the layout's constants.
+@njit
+def _serialize(
+    request, edge, offset, run, blocks, parts, tile_order, seq_lens, item_words, group, headroom
+):
+    num_tiles, batch = edge.size - 1, request.size
+    num_items, flag_words, order_words, num_segments = 0, 0, 0, 0
+    for t in range(num_tiles):
+        count = blocks[t, 0] + blocks[t, 1]
+        num_items += parts[t]
+        flag_words += count // W.FLAGS_PER_WORD + 2 * parts[t]
+        order_words += count + -(-(edge[t + 1] - edge[t]) * headroom // W.BLOCK)
+        num_segments += 2 * (offset[t + 1] - offset[t]) + 2
+    flags = W.HEADER_WORDS + num_items * item_words
+    order = flags + flag_words
+    growths = order + order_words
+    segments = growths + batch * W.GROWTH_WORDS
+    words = np.zeros(segments + num_segments * W.SEGMENT_WORDS, np.int32)
+    words[W.H_VERSION] = W.VERSION
+    words[W.H_BATCH] = batch
+    words[W.H_NUM_ITEMS] = num_items
+    words[W.H_HEADROOM] = headroom
+    words[W.H_ORDER] = order
+    words[W.H_GROWTHS] = growths
+    words[W.H_SEGMENTS] = segments
+
+    item, rest, segment = 0, num_items * W.PRE, segments
+    num_partials, num_counters, longest = 0, 0, 0
+    for t in tile_order:
+        queries = edge[t + 1] - edge[t]
+        unmasked, masked = blocks[t, 0], blocks[t, 1]
+        growth = -(-queries * headroom // W.BLOCK)
+        total = unmasked + masked
+        sides = _sides(blocks[t], queries * group > W.HALF_ROWS)
+        sequence = _masked_sequence(sides)
+        taken_unmasked, taken = 0, 0
+        for part in range(parts[t]):
+            w = W.HEADER_WORDS + item * item_words
+            end = (part + 1) * total // parts[t]
+            end_unmasked = end * unmasked // total
+            last = part == parts[t] - 1
+            count = end - taken
+            words[w + W.I_BLOCKS] = count
+            words[w + W.I_ROWS] = queries * group
+            words[w + W.I_GROWING] = queries if last else 0
+            words[w + W.I_REST] = rest
+            words[w + W.I_FLAGS] = flags
+            words[w + W.I_PART] = part
+            words[w + W.I_PARTS] = parts[t]
+            if parts[t] > 1:
+                words[w + W.I_PARTIAL] = num_partials
+                words[w + W.I_COUNTER] = num_counters
+            for i in range(queries):
+                words[w + W.I_QUERIES + i] = request[edge[t] + i]
+            taken_masked = taken - taken_unmasked
+            _order_blocks(
+                words, order, flags, item, rest, unmasked, sides, sequence,
+                taken_unmasked, end_unmasked, taken_masked, end - end_unmasked,
+            )  # fmt: skip
+            if last:
+                for i in range(growth):
+                    words[order + total + i] = _block_at(item, rest, count + i)
+            flags += -(-count // W.FLAGS_PER_WORD)
+            rest += max(0, count + (growth if last else 0) - W.PRE)
+            taken, taken_unmasked = end, end_unmasked
+            item += 1
+        if parts[t] > 1:
+            num_partials += parts[t]
+            num_counters += 1
+
+        # one list of unmasked blocks, one of masked columns in three categories, one of growth
+        column = np.zeros(4, np.int64)
+        column[1] = blocks[t, 2]
+        column[2] = blocks[t, 2] + blocks[t, 3]
+        whole_columns = 0
+        for r in range(offset[t], offset[t + 1]):
+            first, last_query, length = run[r, 3], run[r, 4], run[r, 2]
+            key = _make_key(first, last_query, group)
+            whole = 0
+            if first == 0 and last_query == queries:
+                whole = length // W.BLOCK * W.BLOCK
+            if whole:
+                _segment(words, segment, order, whole_columns, run[r, 0], run[r, 1], whole, key)
+                segment += W.SEGMENT_WORDS
+                whole_columns += whole
+                longest = max(longest, whole)
+            if length > whole:
+                side = side_of(first, last_query, queries, group)
+                _segment(
+                    words, segment, order + unmasked, column[side], run[r, 0], run[r, 1] + whole,
+                    length - whole, key,
+                )  # fmt: skip
+                segment += W.SEGMENT_WORDS
+                column[side] += length - whole
+                longest = max(longest, length - whole)
+        used = blocks[t, 2] + blocks[t, 3] + blocks[t, 4]
+        if used < masked * W.BLOCK:
+            _segment(words, segment, order + unmasked, used, W.NONE, 0, masked * W.BLOCK - used, 0)
+            segment += W.SEGMENT_WORDS
+        if growth:
+            _segment(words, segment, order + total, 0, W.NONE, 0, growth * W.BLOCK, 0)
+            segment += W.SEGMENT_WORDS
+            longest = max(longest, growth * W.BLOCK)
+        for i in range(queries):
+            row = request[edge[t] + i]
+            g = growths + row * W.GROWTH_WORDS
+            words[g + W.G_ORDER] = order + total
+            words[g + W.G_INDEX] = i
+            words[g + W.G_GROWING] = queries
+            words[g + W.G_KEY] = _make_key(i, i + 1, group)
+            words[g + W.G_LEN] = seq_lens[row]
+        order += total + growth
+    words[W.H_NUM_SEGMENTS] = (segment - segments) // W.SEGMENT_WORDS
+    # a CTA asks for the slots of a block PRE blocks ahead, also behind the last item's end
+    return words[:segment].copy(), rest + W.PRE, num_partials, num_counters, longest
+
+
+@njit
+def _block_at(item, rest, b):
+    """Where block b of an item lies."""
+    return item * W.PRE + b if b < W.PRE else rest + b - W.PRE
+
+
+@njit
+def _sides(blocks, wide):
+    """int [masked]: which warpgroups each masked block is for, as its FLAGS have it."""
+    masked = blocks[1]
+    sides = np.full(masked, W.FOR_BOTH, np.int32)
+    if wide:
+        end_both, end_first = blocks[2], blocks[2] + blocks[3]
+        end = end_first + blocks[4]
+        for b in range(masked):
+            low, high = b * W.BLOCK, min((b + 1) * W.BLOCK, end)
+            if low >= end_both:
+                first = low < end_first
+                second = high > end_first
+                sides[b] = W.FOR_WARPGROUP * (1 * first + 2 * second)
+    return sides
+
+
+@njit
+def _masked_sequence(sides):
+    """Masked blocks in the order in which they are read: those for both halves of the tile, then
+    the one half's and the other's in turn."""
+    sequence = np.empty(sides.size, np.int32)
+    one = np.empty(sides.size, np.int32)
+    other = np.empty(sides.size, np.int32)
+    n, n_one, n_other = 0, 0, 0
+    for b in range(sides.size):
+        if sides[b] == W.FOR_BOTH:
+            sequence[n] = b
+            n += 1
+        elif sides[b] == W.FOR_WARPGROUP:
+            one[n_one] = b
+            n_one += 1
+        else:
+            other[n_other] = b
+            n_other += 1
+    total = n_one + n_other
+    for i in range(total):
+        before, after = i * n_one // total, (i + 1) * n_one // total
+        sequence[n + i] = one[before] if after > before else other[i - before]
+    return sequence
+
+
+@njit
+def _order_blocks(
+    words, order, flags, item, rest, unmasked, sides, sequence,
+    first_unmasked, end_unmasked, first_masked, end_masked,
+):  # fmt: skip
+    """Write ORDER and FLAGS of one part: its unmasked and masked blocks in turn, evenly spread."""
+    num_unmasked = end_unmasked - first_unmasked
+    count = num_unmasked + end_masked - first_masked
+    skipped0, skipped1 = 1, 1  # the first block is for both
+    for b in range(count):
+        before = (2 * b * num_unmasked + count) // (2 * count)
+        after = (2 * (b + 1) * num_unmasked + count) // (2 * count)
+        if after > before:
+            block = first_unmasked + before
+            flag = W.FOR_BOTH
+        else:
+            masked = sequence[first_masked + b - before]
+            block = unmasked + masked
+            flag = W.MASKED | sides[masked]
+        # no warpgroup may pass on two blocks in turn; masked scores of a whole block do no harm
+        if skipped0:
+            flag |= W.FOR_WARPGROUP
+        if skipped1:
+            flag |= W.FOR_WARPGROUP * 2
+        skipped0 = 0 if flag & W.FOR_WARPGROUP else 1
+        skipped1 = 0 if flag & (W.FOR_WARPGROUP * 2) else 1
+        words[order + block] = _block_at(item, rest, b)
+        words[flags + b // W.FLAGS_PER_WORD] |= flag << (b % W.FLAGS_PER_WORD * W.FLAG_BITS)
+
+
+@njit
+def _segment(words, w, order, column, request, start, length, key):
+    words[w + W.S_ORDER] = order
+    words[w + W.S_COLUMN] = column
+    words[w + W.S_REQUEST] = request
+    words[w + W.S_START] = start
+    words[w + W.S_LEN] = length
+    words[w + W.S_KEY] = key

@@ -1,0 +1,186 @@
+"""Forest -> row tiles: consecutive requests that one work item attends for, and their KV.
+
+Requests stand in the order of the tree's leaves, so that the requests below a node are a range of
+them. A tile is a range of up to TILE_ROWS / group_size requests with all the KV that they need
+(design note D13): KV that all of its requests share is read in whole, unmasked blocks; what is left
+over, nodes of some of its requests and private tails are packed without gaps into masked blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sgl_prefix_attn.jit import cached_njit
+from sgl_prefix_attn.kernels.gluon import words as W
+from sgl_prefix_attn.records import Forest
+
+# Columns of RowTiles.run.
+R_REQUEST, R_START, R_LEN, R_FIRST, R_END = range(5)
+# Columns of RowTiles.blocks.
+B_UNMASKED, B_MASKED, B_BOTH, B_SIDE0, B_SIDE1 = range(5)
+
+
+@dataclass(frozen=True)
+class LeafOrder:
+    """Requests with siblings side by side.
+
+    request  int32 [B]  request at each place
+    first    int32 [N]  place of the first request below each node, ...
+    root     int32 [B]  place where the root of each place's request begins; unshared requests
+                        count as one root
+    """
+
+    request: np.ndarray
+    first: np.ndarray
+    root: np.ndarray
+
+
+@dataclass(frozen=True)
+class RowTiles:
+    """Tiles of a step, T of them, with R runs of KV in all.
+
+    edge    int32 [T+1]  tile t holds the places [edge[t], edge[t+1]) of LeafOrder
+    offset  int32 [T+1]  CSR offsets into run
+    run     int32 [R,5]  request on whose row the KV stands, first KV position, tokens, and the
+                         queries [first, end) of the tile that see them
+    blocks  int32 [T,5]  unmasked and masked blocks; masked columns for rows of both halves of the
+                         tile, of its first half only, of its second half only
+    """
+
+    edge: np.ndarray
+    offset: np.ndarray
+    run: np.ndarray
+    blocks: np.ndarray
+
+
+def order_leaves(forest: Forest) -> LeafOrder:
+    """Depth-first order of the requests; O(N + B), no sorting."""
+    return LeafOrder(*_order(forest.parent, forest.num_queries, forest.tail_parent))
+
+
+@cached_njit
+def _order(parent, num_queries, tail_parent):
+    num_nodes, batch = parent.size, tail_parent.size
+    first = np.empty(num_nodes, np.int32)
+    free = np.empty(num_nodes + 1, np.int32)  # next place below a node; the last one: of the roots
+    free[num_nodes] = 0
+    root = np.empty(batch, np.int32)
+    for node in range(num_nodes):
+        above = parent[node] if parent[node] >= 0 else num_nodes
+        first[node] = free[above]
+        free[node] = free[above]
+        free[above] += num_queries[node]
+        if parent[node] < 0:
+            root[first[node] : first[node] + num_queries[node]] = first[node]
+    unshared = free[num_nodes]
+    root[unshared:] = unshared
+    request = np.empty(batch, np.int32)
+    for row in range(batch):
+        above = tail_parent[row] if tail_parent[row] >= 0 else num_nodes
+        request[free[above]] = row
+        free[above] += 1
+    return request, first, root
+
+
+def cut_evenly(batch: int, most: int) -> np.ndarray:
+    """Edges int32 [T+1] of the fewest tiles of up to `most` requests, all about as large."""
+    tiles = -(-batch // most)
+    return (np.arange(tiles + 1) * batch // tiles).astype(np.int32)
+
+
+@cached_njit
+def cut_at_roots(root: np.ndarray, most: int) -> np.ndarray:
+    """The same for each root by itself: no tile holds requests of two."""
+    edges = np.empty(root.size + 1, np.int32)
+    count = 0
+    first = 0
+    while first < root.size:
+        end = first + 1
+        while end < root.size and root[end] == root[first]:
+            end += 1
+        tiles = -(-(end - first) // most)
+        for i in range(tiles):
+            edges[count] = first + i * (end - first) // tiles
+            count += 1
+        first = end
+    edges[count] = root.size
+    return edges[: count + 1].copy()
+
+
+def make_tiles(forest: Forest, leaves: LeafOrder, edge: np.ndarray, group_size: int) -> RowTiles:
+    """Runs and blocks of the tiles between the edges."""
+    return RowTiles(
+        edge,
+        *_tile(
+            forest.parent, forest.start, forest.end, forest.num_queries, forest.tail_parent,
+            forest.tail_start, forest.seq_lens, leaves.request, leaves.first, edge, group_size,
+        ),
+    )  # fmt: skip
+
+
+@cached_njit
+def _tile(
+    parent, start, end, num_queries, tail_parent, tail_start, seq_lens, request, first, edge, group
+):
+    num_tiles, num_nodes = edge.size - 1, parent.size
+    offset = np.zeros(num_tiles + 1, np.int32)
+    run = np.empty((request.size + num_nodes + num_tiles, 5), np.int32)
+    blocks = np.zeros((num_tiles, 5), np.int32)
+    chain = np.empty(num_nodes, np.int32)
+    seen = np.full(num_nodes, -1, np.int32)
+    size = 0
+    for t in range(num_tiles):
+        low, high = edge[t], edge[t + 1]
+        for place in range(low, high):
+            row = request[place]
+            depth = 0
+            node = tail_parent[row]
+            while node >= 0 and seen[node] != t:
+                seen[node] = t
+                chain[depth] = node
+                depth += 1
+                node = parent[node]
+            while size + depth + 1 > run.shape[0]:
+                bigger = np.empty((2 * run.shape[0], 5), np.int32)
+                bigger[:size] = run[:size]
+                run = bigger
+            for i in range(depth - 1, -1, -1):
+                node = chain[i]
+                run[size, 0] = row
+                run[size, 1] = start[node]
+                run[size, 2] = end[node] - start[node]
+                run[size, 3] = max(first[node], low) - low
+                run[size, 4] = min(first[node] + num_queries[node], high) - low
+                size += 1
+            run[size, 0] = row
+            run[size, 1] = tail_start[row]
+            run[size, 2] = seq_lens[row] - tail_start[row]
+            run[size, 3] = place - low
+            run[size, 4] = place - low + 1
+            size += 1
+        offset[t + 1] = size
+        _count_blocks(run, offset[t], size, high - low, group, blocks[t])
+    return offset, run[:size].copy(), blocks
+
+
+@cached_njit
+def _count_blocks(run, begin, end, queries, group, blocks):
+    """Fill one row of RowTiles.blocks from the runs [begin, end) of a tile of `queries`."""
+    for r in range(begin, end):
+        rest = run[r, 2]
+        if run[r, 3] == 0 and run[r, 4] == queries:
+            blocks[0] += rest // W.BLOCK
+            rest %= W.BLOCK
+        blocks[2 + side_of(run[r, 3], run[r, 4], queries, group)] += rest
+    blocks[1] = -(-(blocks[2] + blocks[3] + blocks[4]) // W.BLOCK)
+
+
+@cached_njit
+def side_of(first, end, queries, group):
+    """Which half of a tile's rows the queries [first, end) are in: 0 both, 1 the first, 2 the
+    second. A tile that one warpgroup runs has no halves."""
+    if queries * group <= W.HALF_ROWS or (first * group < W.HALF_ROWS < end * group):
+        return 0
+    return 1 if end * group <= W.HALF_ROWS else 2

@@ -1,0 +1,85 @@
+"""The row-tile kernel, compiled for Hopper without a GPU: what ptxas made of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from sgl_prefix_attn.kernels.gluon.attention import row_tile_kernel
+from sgl_prefix_attn.kernels.gluon.build_options import compiler_options, kernel_constants
+
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+SHARED_MEMORY = 227 * 1024
+
+POINTERS = {
+    "q": "", "k": "", "v": "", "out": "", "lse": "fp32", "partial_out": "fp16",
+    "partial_state": "fp32", "counters": "i32", "words": "i32", "slots": "i32", "keys": "i32",
+}  # fmt: skip
+STRIDES = ("stride_q", "stride_k", "stride_v", "stride_out")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def build(heads, group, head_dim, dtype="bf16", **flags):
+    constants = kernel_constants(
+        heads, group, head_dim,
+        **{"has_cap": False, "has_lse": False, "pdl": False, **flags},
+    )  # fmt: skip
+    signature = {f"{name}_ptr": f"*{kind or dtype}" for name, kind in POINTERS.items()}
+    signature |= dict.fromkeys(STRIDES, "i32")
+    signature |= {"sm_scale": "fp32", "logits_soft_cap": "fp32"}
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(POINTERS) + len(STRIDES))}
+    signature |= dict.fromkeys(constants, "constexpr")
+    return triton.compile(
+        GluonASTSource(row_tile_kernel, signature, constants, aligned),
+        target=GPUTarget("cuda", 90, 32),
+        options=compiler_options(),
+    )
+
+
+def tool(name, *args):
+    return subprocess.run([TOOLS / name, *args], capture_output=True, text=True, check=True).stdout
+
+
+SHAPES = {
+    "llama": ((8, 4, 128), {}),
+    "qwen": ((4, 7, 128), {"dtype": "fp16", "has_lse": True, "has_cap": True}),
+    "mha-64-pdl": ((16, 1, 64), {"pdl": True, "has_lse": True}),
+    "one KV head": ((1, 16, 128), {"has_lse": True}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_spills_and_hopper_instructions(shape, tmp_path):
+    args, flags = SHAPES[shape]
+    compiled = build(*args, **flags)
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    usage = tool("cuobjdump", "-res-usage", cubin)
+    assert re.search(r"STACK:0 .*LOCAL:0 ", usage), usage
+    sass = tool("nvdisasm", "-c", cubin)
+    # both consumers: head_dim / 16 products for scores, and BLOCK / 16 for values, twice
+    head_dim = args[2]
+    assert len(re.findall(r"\bHGMMA", sass)) == 2 * (head_dim // 16 + 2 * 4)
+    assert "LDGSTS.E.BYPASS.128" in sass, "rows are not copied 16 bytes a thread"
+    assert not re.search(r"\b(STL|LDL)\b", sass), "registers are spilled"
+    assert ("ACQBULK" in sass) == flags.get("pdl", False)
+
+
+def test_unsupported_shapes_are_refused():
+    flags = {"has_cap": False, "has_lse": False, "pdl": False}
+    with pytest.raises(ValueError, match="head dim 96 is none of"):
+        kernel_constants(8, 4, 96, **flags)
+    with pytest.raises(ValueError, match="65 query heads"):
+        kernel_constants(8, 65, 128, **flags)

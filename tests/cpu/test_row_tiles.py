@@ -1,0 +1,253 @@
+"""Row-tile plans: the words run in torch give full attention, through splits and growth."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sgl_prefix_attn.execute import reference
+from sgl_prefix_attn.execute import row_tile_reference as oracle
+from sgl_prefix_attn.kernels.gluon import words as W
+from sgl_prefix_attn.plan import row_tile_words, row_tiles
+from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner, parts_within
+from sgl_prefix_attn.plan.row_tiles import cut_at_roots, order_leaves
+from sgl_prefix_attn.records import HeadConfig, PathTable
+from tests.support.forests import LENGTHS, path_table, path_tables, random_paths
+from tests.support.problems import make_problem
+
+HEADS = (HeadConfig(8, 2, 8), HeadConfig(7, 1, 8), HeadConfig(2, 2, 8), HeadConfig(16, 1, 8))
+
+
+def planner(heads: HeadConfig, headroom: int = 20) -> RowTilePlanner:
+    """Of a small GPU, so that few requests fill it and few blocks are split."""
+    return RowTilePlanner(heads, num_sms=16, headroom=headroom)
+
+
+def check_output(words, problem, blocks) -> None:
+    """Every request's output and LSE are full attention's, in fp64."""
+    out, lse = oracle.execute(
+        words, problem.q, problem.k, problem.v, blocks,
+        sm_scale=problem.sm_scale, logits_soft_cap=problem.soft_cap,
+    )  # fmt: skip
+    want, want_lse = reference.full_attention(
+        problem.q, problem.k, problem.v, problem.req_to_token, problem.pool, problem.seq_lens,
+        sm_scale=problem.sm_scale, logits_soft_cap=problem.soft_cap,
+    )  # fmt: skip
+    torch.testing.assert_close(out, want, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(lse, want_lse.values, rtol=1e-9, atol=1e-9)
+
+
+def loaded(plan, problem):
+    """The plan's words as a tensor, and blocks that were poison before they were filled."""
+    words = torch.from_numpy(plan.words.copy())
+    blocks = oracle.Blocks.poisoned(plan.num_blocks, problem.poison_slot)
+    oracle.fill(words, problem.req_to_token, problem.pool, blocks)
+    return words, blocks
+
+
+def check_all_cuts(paths, heads, *, growth=0, soft_cap=0.0, page_size=1, most=99) -> None:
+    made = planner(heads, max(growth, 1))
+    forest = build_forest(paths)
+    cuts = sorted(made.cuts(forest), key=lambda cut: cut.us)
+    for cut in cuts[:: max(1, len(cuts) // most)]:
+        problem = make_problem(
+            paths, heads, torch.float64, soft_cap=soft_cap, page_size=page_size, room=growth
+        )
+        plan = made.serialize(forest, cut)
+        words, blocks = loaded(plan, problem)
+        check_output(words, problem, blocks)
+        generator = torch.Generator().manual_seed(0)
+        for step in range(1, growth + 1):
+            slots = problem.grow(generator)
+            oracle.append(words, problem.seq_lens, slots, blocks)
+            if step in (1, growth // 2, growth):
+                again = oracle.Blocks(blocks.slots.clone(), blocks.keys.clone())
+                oracle.append(words, problem.seq_lens, slots, again)
+                assert torch.equal(again.slots, blocks.slots), "append is not idempotent"
+                assert words[W.H_STEPS] == step
+                check_output(words, problem, blocks)
+
+
+@given(path_tables(), st.sampled_from(HEADS), st.integers(0, 20), st.sampled_from([0.0, 3.0]))
+@settings(max_examples=60, deadline=None)
+def test_every_cut_computes_full_attention(paths, heads, growth, soft_cap):
+    check_all_cuts(paths, heads, growth=growth, soft_cap=soft_cap, most=4)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("batch", [1, 37, 113])
+def test_odd_batches(batch, heads):
+    check_all_cuts(random_paths(batch, batch, 25), heads, growth=3, most=5)
+
+
+def test_odd_lengths_and_splits():
+    paths = path_table([(-1, 4097)], [0, 0, 0, -1, -1, -1], [1, 63, 4097, 1, 63, 4097])
+    made = planner(HEADS[1])
+    assert max(int(cut.parts.max()) for cut in made.cuts(build_forest(paths))) >= 8
+    check_all_cuts(paths, HEADS[1], growth=2, most=6)
+
+
+def test_256_steps_of_growth():
+    check_all_cuts(random_paths(3, 9, 5), HEADS[0], growth=256, most=2)
+
+
+def test_pages():
+    lengths = [length for length in LENGTHS if length % 16 == 0]
+    check_all_cuts(random_paths(4, 20, 8, lengths), HEADS[0], page_size=16, most=4)
+
+
+def test_a_step_behind_the_headroom_is_not_written():
+    """A server replans before; a captured append must not write behind its columns anyway."""
+    paths = random_paths(1, 5, 3)
+    problem = make_problem(paths, HEADS[0], torch.float64)
+    plan = planner(HEADS[0], headroom=2).plan(paths)
+    words, blocks = loaded(plan, problem)
+    before = blocks.slots.clone()
+    slots = torch.arange(5)
+    oracle.append(words, problem.seq_lens + 3, slots, blocks)
+    assert torch.equal(before, blocks.slots) and words[W.H_STEPS] == 2
+    oracle.append(words, problem.seq_lens - 1, slots, blocks)
+    assert torch.equal(before, blocks.slots) and words[W.H_STEPS] == 0
+
+
+def test_warming_up_compiles_every_loop():
+    made = planner(HEADS[0])
+    made.warm_up()
+    compiled = {loop: len(loop.signatures) for loop in (row_tiles._tile, row_tile_words._serialize)}
+    made.plan(random_paths(6, 30, 8))
+    assert all(len(loop.signatures) == count for loop, count in compiled.items())
+
+
+def test_no_requests():
+    """What a captured graph is replayed over before there is anything to decode."""
+    none = np.empty(0, np.int32)
+    plan = planner(HEADS[0]).plan(PathTable(none, none, none.astype(np.int64), none, none))
+    assert plan.num_items == 0 and plan.words[W.H_BATCH] == 0
+
+
+@given(path_tables(max_batch=40), st.sampled_from(HEADS))
+@settings(max_examples=40, deadline=None)
+def test_the_planner_takes_about_the_best_cut(paths, heads):
+    """It may end its search early, and what it leaves out is not much better."""
+    made = planner(heads)
+    forest = build_forest(paths)
+    cuts = list(made.cuts(forest))
+    items = made.plan(paths).num_items
+    mine = min(cut.us for cut in cuts if cut.parts.sum() == items)
+    assert mine <= 1.02 * min(cut.us for cut in cuts)
+
+
+# --- layout ---------------------------------------------------------------------------------------
+@given(path_tables(max_batch=40), st.sampled_from(HEADS))
+@settings(max_examples=60, deadline=None)
+def test_every_block_is_written_once(paths, heads):
+    """ORDER names each block of each item once, and segments fill each column once."""
+    made = planner(heads)
+    forest = build_forest(paths)
+    for cut in made.cuts(forest):
+        plan = made.serialize(forest, cut)
+        w = plan.words
+        order = w[w[W.H_ORDER] : w[W.H_GROWTHS]]
+        assert np.unique(order).size == order.size
+        assert order.size == 0 or 0 <= order.min() and order.max() < plan.num_blocks - W.PRE
+        written = np.zeros(plan.num_blocks * W.BLOCK, int)
+        first = w[W.H_SEGMENTS]
+        segments = w[first : first + w[W.H_NUM_SEGMENTS] * W.SEGMENT_WORDS]
+        for segment in segments.reshape(-1, W.SEGMENT_WORDS):
+            columns = segment[W.S_COLUMN] + np.arange(segment[W.S_LEN])
+            blocks = w[segment[W.S_ORDER] + columns // W.BLOCK]
+            written[blocks * W.BLOCK + columns % W.BLOCK] += 1
+            assert segment[W.S_LEN] <= plan.longest
+        want = np.zeros_like(written).reshape(-1, W.BLOCK)
+        want[order] = 1
+        assert np.array_equal(written, want.ravel())
+        assert plan.num_items == cut.parts.sum()
+
+
+def test_columns_of_one_half_are_passed_on_by_the_other():
+    """32 private tails of 300 tokens in one tile: each warpgroup multiplies about half of them."""
+    paths = path_table([(-1, 128)], [0] * 32, [300] * 32)
+    made = planner(HEADS[0])
+    cut = next(iter(made.cuts(build_forest(paths))))
+    plan = made.serialize(build_forest(paths), cut)
+    item = plan.words[W.HEADER_WORDS :]
+    flags = plan.words[item[W.I_FLAGS] :]
+    each = [
+        flags[b // W.FLAGS_PER_WORD] >> (b % W.FLAGS_PER_WORD * W.FLAG_BITS) & W.FOR_BOTH
+        for b in range(item[W.I_BLOCKS])
+    ]
+    assert item[W.I_BLOCKS] == 152
+    assert sum(flag == W.FOR_BOTH for flag in each) <= 6
+
+
+def test_leaves_stand_side_by_side():
+    paths = path_table([(-1, 5), (0, 6), (-1, 7)], [1, 2, 0, -1, 1, 2, 0, -1], [1] * 8)
+    leaves = order_leaves(build_forest(paths))
+    assert leaves.request.tolist() == [0, 4, 2, 6, 1, 5, 3, 7]
+    assert leaves.root.tolist() == [0, 0, 0, 0, 4, 4, 6, 6]
+    assert cut_at_roots(leaves.root, 3).tolist() == [0, 2, 4, 6, 8]
+    assert cut_at_roots(leaves.root, 4).tolist() == [0, 4, 6, 8]
+
+
+@pytest.mark.parametrize("budget", [1, 5, 16, 200])
+def test_parts_stay_within_the_budget(budget):
+    costs, most = np.array([1.0, 5.0, 9.0, 0.5]), np.array([3, 40, 40, 1])
+    parts = parts_within(costs, budget, most)
+    assert (parts <= most).all() and parts.min() >= 1
+    assert parts.sum() <= max(budget, costs.size)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 12, 16])
+def test_keys(group):
+    """Every range of queries, as the rows of a tile see it."""
+    queries = W.queries_per_tile(group)
+    rows = torch.arange(queries * group)
+    for first, end in ((0, 1), (0, queries), (queries // 2, queries), (queries - 1, queries)):
+        keys = torch.tensor([W.make_key(first, end, group)], dtype=torch.int32)
+        want = (rows // group >= first) & (rows // group < end)
+        assert torch.equal(oracle.sees(keys, rows, group)[:, 0], want)
+    assert W.item_words(group) >= W.I_QUERIES + queries
+
+
+# --- the check itself -----------------------------------------------------------------------------
+def drop_item(words):
+    words[W.H_NUM_ITEMS] -= 1
+
+
+def shift_a_segment(words):
+    words[words[W.H_SEGMENTS] + W.S_START] += 1
+
+
+def wrong_key(words):
+    words[words[W.H_SEGMENTS] + W.SEGMENT_WORDS * 2 + W.S_KEY] = 6
+
+
+def unmask_a_block(words):
+    flags = words[W.HEADER_WORDS + W.I_FLAGS]
+    words[flags] = W.FOR_BOTH * 0x11
+
+
+def swap_queries(words):
+    at = W.HEADER_WORDS + W.I_QUERIES
+    words[at : at + 2] = words[at : at + 2].flip(0)
+
+
+@pytest.mark.parametrize(
+    "fault", [drop_item, shift_a_segment, wrong_key, unmask_a_block, swap_queries]
+)
+def test_the_check_finds_a_planted_fault(fault):
+    paths = path_table([(-1, 20), (0, 40)], [1, 1, 0], [33, 34, 60])
+    problem = make_problem(paths, HEADS[0], torch.float64)
+    made, forest = planner(HEADS[0]), build_forest(paths)
+    plan = made.serialize(forest, next(iter(made.cuts(forest))))
+    words, blocks = loaded(plan, problem)
+    check_output(words, problem, blocks)
+    fault(words)
+    blocks = oracle.Blocks.poisoned(plan.num_blocks, problem.poison_slot)
+    oracle.fill(words, problem.req_to_token, problem.pool, blocks)
+    with pytest.raises(AssertionError):
+        check_output(words, problem, blocks)

@@ -1,0 +1,48 @@
+"""eval.bench_row_tiles on the CPU: the torch interpreter stands for the kernels."""
+
+import pytest
+import torch
+
+from eval import bench_row_tiles
+from eval.bench_kernel.case import build_case
+from eval.bench_kernel.trees import parse_tree
+from sgl_prefix_attn.execute import row_tile_reference as oracle
+from sgl_prefix_attn.execute.backends.gluon_backend import GluonBackend
+from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
+from sgl_prefix_attn.records import HeadConfig
+
+HEADS = HeadConfig(8, 2, 16)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    def fill(self, ws, plan, req_to_token, pool):
+        oracle.fill(ws.words, req_to_token, pool, oracle.Blocks(ws.kv_indices, ws.keys))
+
+    def forward(self, ws, layer):
+        blocks = oracle.Blocks(ws.kv_indices, ws.keys)
+        args = (ws.words, layer.q, layer.k_cache, layer.v_cache, blocks)
+        layer.out.copy_(oracle.execute(*args, sm_scale=layer.sm_scale)[0])
+
+    monkeypatch.setattr(GluonBackend, "fill", fill)
+    monkeypatch.setattr(GluonBackend, "forward", forward)
+
+
+@pytest.mark.parametrize("name", ["1,2,6_20,70,5", "3_40"])
+def test_every_cut_is_judged_and_timed(interpreted, name):
+    tree = parse_tree(name)
+    case = build_case(tree, HEADS, 1, torch.bfloat16, torch.device("cpu"), 0)
+    planner = RowTilePlanner(HEADS, num_sms=8)
+    row = bench_row_tiles._bench(case, planner, 3)
+    assert len(row["cuts"]) == 3
+    assert all(cut["problem"] is None and cut["us"] > 0 for cut in row["cuts"])
+    row |= {"heads": "8/2", "tree": name, "floor_us": 1.0}
+    assert name in bench_row_tiles._line(row)
+
+
+def test_a_trees_paths_lead_to_its_slots():
+    tree = parse_tree("2,4,8_3,5,7")
+    paths = bench_row_tiles.paths_of(tree)
+    assert paths.parent.tolist() == [-1, -1, 0, 0, 1, 1]
+    assert paths.leaf.tolist() == [2, 2, 3, 3, 4, 4, 5, 5]
+    assert paths.seq_lens.tolist() == [15] * 8

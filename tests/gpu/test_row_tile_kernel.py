@@ -1,0 +1,182 @@
+"""The row-tile kernel on a Hopper GPU: every cut of every tree against fp64 full attention."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from sgl_prefix_attn.execute import row_tile_reference as oracle
+from sgl_prefix_attn.execute.backends.gluon_backend import GluonBackend
+from sgl_prefix_attn.execute.executor import PlanExecutor
+from sgl_prefix_attn.execute.params import Capacity, LayerParams
+from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
+from sgl_prefix_attn.records import HeadConfig
+from tests.support.forests import path_table, random_paths
+from tests.support.gpu_problems import DEVICE, PADDING, TREES, gpu_problem, grow
+from tests.support.problems import assert_attention
+
+SHAPES = {
+    "llama": (HeadConfig(32, 8, 128), torch.bfloat16, 0.0),
+    "llama-tp8": (HeadConfig(4, 1, 128), torch.bfloat16, 0.0),
+    "qwen-7": (HeadConfig(28, 4, 128), torch.float16, 0.0),
+    "mha": (HeadConfig(8, 8, 64), torch.bfloat16, 0.0),
+    "group-3": (HeadConfig(6, 2, 64), torch.float16, 30.0),
+    "group-5": (HeadConfig(40, 8, 128), torch.bfloat16, 0.0),
+    "group-16": (HeadConfig(32, 2, 128), torch.bfloat16, 20.0),
+}
+
+
+@pytest.fixture(autouse=True)
+def _hopper():
+    if GluonBackend.why_not_device(torch.device(DEVICE)) is not None:
+        pytest.skip("the row-tile kernel is for sm_90")
+
+
+class Runner:
+    """An executor with room for some plans, over memory that was poison before one is loaded."""
+
+    def __init__(self, problem, *plans, pdl=False):
+        self.problem = problem
+        self.backend = GluonBackend(problem.heads, problem.dtype, torch.device(DEVICE), pdl)
+        self.executor = PlanExecutor(self.backend, Capacity.for_plans(*plans))
+        self.ws = self.executor.workspace
+        self.ws.kv_indices.fill_(problem.poison_slot)
+        self.ws.keys.fill_(-1)
+        self.ws.partial_out.fill_(math.nan)
+        self.ws.partial_state.fill_(math.nan)
+        self.load(problem, plans[0])
+
+    def load(self, problem, plan):
+        self.executor.load(plan, problem.req_to_token, problem.pool)
+
+    def run(self):
+        """out and LSE [B, ...] from outputs full of NaN; padding rows must keep theirs."""
+        problem = self.problem
+        batch = problem.q.shape[0]
+        shape = (batch + PADDING, *problem.q.shape[1:])
+        q = torch.full(shape, math.nan, dtype=problem.dtype, device=DEVICE)
+        q[:batch] = problem.q
+        out, lse = torch.full_like(q, math.nan), torch.full(shape[:2], math.nan, device=DEVICE)
+        self.executor.run(layer_of(problem, q, problem.k, problem.v, out, lse))
+        assert out[batch:].isnan().all() and lse[batch:].isnan().all(), "padding rows were written"
+        assert not self.ws.tickets.any(), "the next launch starts from counters of 0"
+        return out[:batch], lse[:batch]
+
+
+def layer_of(problem, q, k, v, out, lse=None):
+    return LayerParams(q, k, v, problem.seq_lens, out, lse, problem.sm_scale, problem.soft_cap)
+
+
+def cuts_of(paths, heads, headroom=64, most=6):
+    """Some of the paths' cuts, those with most parts and with none among them, and their plans."""
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    planner = RowTilePlanner(heads, num_sms=num_sms, headroom=headroom)
+    forest = build_forest(paths)
+    cuts = sorted(planner.cuts(forest), key=lambda cut: (int(cut.parts.max()), cut.most_queries))
+    for cut in cuts[:: -max(1, len(cuts) // most)]:
+        yield planner.serialize(forest, cut)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tree", TREES)
+def test_every_tree(tree, shape):
+    heads, dtype, soft_cap = SHAPES[shape]
+    paths = TREES[tree]()
+    problem = gpu_problem(paths, heads, dtype, soft_cap=soft_cap)
+    for plan in cuts_of(paths, heads):
+        runner = Runner(problem, plan)
+        out, lse = runner.run()
+        assert_attention(problem, out, lse)
+        again, again_lse = Runner(problem, plan, pdl=True).run()
+        assert torch.equal(out, again) and torch.equal(lse, again_lse), "two runs differ"
+
+
+def test_fill_and_append_write_what_the_interpreter_writes():
+    paths = random_paths(7, 60, 12)
+    heads = SHAPES["qwen-7"][0]
+    problem = gpu_problem(paths, heads, torch.float16, room=3)
+    for plan in cuts_of(paths, heads, headroom=3):
+        runner = Runner(problem, plan)
+        words = torch.from_numpy(plan.words.copy())
+        blocks = oracle.Blocks.poisoned(plan.num_blocks, problem.poison_slot)
+        oracle.fill(words, problem.req_to_token.cpu(), problem.pool.cpu(), blocks)
+        for step in range(5):  # two of them behind the headroom
+            seq_lens = problem.seq_lens + step
+            slots = torch.arange(60, device=DEVICE) + 100 * step
+            runner.executor.append(seq_lens, slots)
+            oracle.append(words, seq_lens.cpu(), slots.cpu(), blocks)
+            entries = blocks.slots.numel()
+            assert torch.equal(runner.ws.words[: words.numel()].cpu(), words)
+            assert torch.equal(runner.ws.kv_indices[:entries].cpu(), blocks.slots)
+            assert torch.equal(runner.ws.keys[:entries].cpu(), blocks.keys)
+
+
+@pytest.mark.parametrize("shape", ["llama", "qwen-7", "mha"])
+def test_256_steps_in_one_graph(shape):
+    """One captured append and forward serve all steps, and another tree after them."""
+    heads, dtype, _ = SHAPES[shape]
+    problem = gpu_problem(random_paths(11, 40, 9), heads, dtype, room=260)
+    other = gpu_problem(random_paths(12, 40, 5), heads, dtype, room=260)
+    planner = RowTilePlanner(heads, num_sms=132, headroom=256)
+    plan, other_plan = planner.plan(problem.paths), planner.plan(other.paths)
+    executor = Runner(problem, plan, other_plan).executor
+    slots_in_pool = max(problem.k.shape[0], other.k.shape[0])
+    k, v = (torch.full((slots_in_pool, *problem.k.shape[1:]), math.nan, dtype=dtype, device=DEVICE)
+            for _ in range(2))  # fmt: skip
+    q, out = (torch.full_like(problem.q, math.nan) for _ in range(2))
+    seq_lens, cache_loc = problem.seq_lens.clone(), torch.zeros(40, dtype=torch.int64).to(DEVICE)
+
+    def step():
+        executor.append(seq_lens, cache_loc)
+        executor.run(layer_of(problem, q, k, v, out))
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    generator = torch.Generator().manual_seed(0)
+    for one, its_plan in ((problem, plan), (other, other_plan)):
+        executor.load(its_plan, one.req_to_token, one.pool)
+        for i in range(257):
+            if i:
+                cache_loc.copy_(grow(one, generator))
+            seq_lens.copy_(one.seq_lens)
+            if i in (0, 1, 2, 63, 64, 65, 200, 256):
+                k[: one.k.shape[0]], v[: one.v.shape[0]] = one.k, one.v
+                q.copy_(one.q)
+                out.fill_(math.nan)
+                graph.replay()
+                assert_attention(one, out)
+            else:
+                executor.append(seq_lens, cache_loc)
+
+
+def test_an_empty_plan_writes_nothing():
+    heads = SHAPES["llama"][0]
+    executor = PlanExecutor(
+        GluonBackend(heads, torch.bfloat16, torch.device(DEVICE)), Capacity(0, 0, 0)
+    )
+    q = torch.randn(4, 32, 128, device=DEVICE).bfloat16()
+    k = torch.randn(9, 8, 128, device=DEVICE).bfloat16()
+    out = torch.full_like(q, math.nan)
+    executor.run(LayerParams(q, k, k, torch.ones(4, device=DEVICE), out, None, 1.0, 0.0))
+    assert out.isnan().all()
+
+
+def test_slots_beyond_2_31_elements():
+    """Slot times stride does not fit 32 bits."""
+    heads = HeadConfig(32, 8, 128)
+    problem = gpu_problem(path_table([(-1, 130)], [0] * 9, [70] * 9), heads)
+    far = (1 << 31) // (heads.num_kv_heads * heads.head_dim) + 5
+    k, v = (torch.empty(far + problem.k.shape[0], 8, 128, dtype=torch.bfloat16, device=DEVICE)
+            for _ in range(2))  # fmt: skip
+    k[far:], v[far:] = problem.k, problem.v
+    problem.k, problem.v = k, v
+    problem.req_to_token = problem.req_to_token + far
+    for plan in cuts_of(problem.paths, heads, most=3):
+        out, lse = Runner(problem, plan).run()
+        assert_attention(problem, out, lse)
