@@ -25,7 +25,7 @@ class Release:
         "graph_gate",
     )
     cpu_hooks: tuple[str, ...] = ("cpu_no_triton", "cpu_last_loc")
-    readers: tuple[str, ...] = ("radix",)
+    readers: tuple[str, ...] = ("radix_reader", "chunk_reader")
 
 
 RELEASES = (Release("0.5.17"),)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from sgl_prefix_attn.patches import remaps as remaps_hook
 from sgl_prefix_attn.paths.readers import reader_of, unsupported_tree
 from sgl_prefix_attn.paths.tree_reader import RunningBatch, TreeInvariantError, check_paths
-from tests.support.fake_sglang import ChunkCache, HiRadixCache, Req, World, path
+from sgl_prefix_attn.plugin.versions import RELEASES
+from tests.support.fake_sglang import ChunkCache, HiRadixCache, RadixCache, Req, World, path
 from tests.support.forests import chain
 
 PROMPTS = st.lists(
@@ -170,3 +171,9 @@ def test_remaps_are_counted_for_each_cache():
         counts.append(reader_of(first).remaps(first))
     assert len(set(counts)) == 3 and None not in counts
     assert reader_of(second).remaps(second) is None
+
+
+def test_the_release_table_names_the_readers_that_are_chosen():
+    chosen = {type(reader_of(cache())).__module__ for cache in (RadixCache, ChunkCache)}
+    for release in RELEASES:
+        assert {f"sgl_prefix_attn.paths.{name}" for name in release.readers} == chosen
