@@ -69,6 +69,17 @@ class PathTable:
     leaf: np.ndarray
     seq_lens: np.ndarray
 
+    @classmethod
+    def smallest_shared(cls) -> PathTable:
+        """Return two requests below one node: enough to compile a planner's loops."""
+        return cls(
+            parent=np.array([-1], np.int32),
+            length=np.array([16], np.int32),
+            node_id=np.array([0], np.int64),
+            leaf=np.zeros(2, np.int32),
+            seq_lens=np.array([17, 18], np.int32),
+        )
+
 
 @dataclass(frozen=True)
 class Forest:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from sgl_prefix_attn.plan.costs import CostModel
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.packs import make_packs
@@ -56,13 +54,4 @@ class Planner:
 
     def warm_up(self) -> None:
         """Compile the planner's loops (a few seconds the first time) before serving starts."""
-        one = np.array([0], np.int32)
-        self.plan(
-            PathTable(
-                parent=np.array([-1], np.int32),
-                length=np.array([16], np.int32),
-                node_id=np.array([0], np.int64),
-                leaf=np.repeat(one, 2),
-                seq_lens=np.array([17, 18], np.int32),
-            )
-        )
+        self.plan(PathTable.smallest_shared())

@@ -83,16 +83,7 @@ class RowTilePlanner:
 
     def warm_up(self) -> None:
         """Compile the planner's loops (some seconds the first time) before serving starts."""
-        one = np.array([0], np.int32)
-        self.plan(
-            PathTable(
-                parent=np.array([-1], np.int32),
-                length=np.array([16], np.int32),
-                node_id=np.array([0], np.int64),
-                leaf=np.repeat(one, 2),
-                seq_lens=np.array([17, 18], np.int32),
-            )
-        )
+        self.plan(PathTable.smallest_shared())
 
     def serialize(self, forest: Forest, cut: Cut) -> RowTilePlan:
         """The plan of one of a forest's cuts."""
