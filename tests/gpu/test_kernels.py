@@ -123,14 +123,13 @@ def test_trees(tree, soft_cap, dtype):
     check_plan(problem, planned(paths), interpreter=tree in compared)
 
 
-@pytest.mark.parametrize("dtype", DTYPES if INTERPRETED else DTYPES[1:], ids=str)
 @pytest.mark.parametrize(
     "tree", [FIRST] if INTERPRETED else ["mixed", "deep", "forty_roots", "unshared_37"]
 )
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_strategies(strategy, tree, dtype):
+def test_strategies(strategy, tree):
     paths = USUAL[tree]()
-    check_plan(problem_of(paths, dtype=dtype), planned(paths, strategy=strategy))
+    check_plan(problem_of(paths), planned(paths, strategy=strategy))
 
 
 @pytest.mark.parametrize(("dtype", "soft_cap"), [(DTYPES[0], 5.0), (DTYPES[1], 0.0)], ids=str)
