@@ -15,8 +15,9 @@ from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.records import HeadConfig
 from tests.support.forests import path_table, random_paths
-from tests.support.gpu_problems import DEVICE, PADDING, TREES, gpu_problem, grow
+from tests.support.gpu_problems import DEVICE, TREES, gpu_problem
 from tests.support.problems import assert_attention
+from tests.support.running import PADDING
 
 SHAPES = {
     "llama": (HeadConfig(32, 8, 128), torch.bfloat16, 0.0),
@@ -143,7 +144,7 @@ def test_256_steps_in_one_graph(shape):
         executor.load(its_plan, one.req_to_token, one.pool)
         for i in range(257):
             if i:
-                cache_loc.copy_(grow(one, generator))
+                cache_loc.copy_(one.grow(generator))
             seq_lens.copy_(one.seq_lens)
             if i in (0, 1, 2, 63, 64, 65, 200, 256):
                 k[: one.k.shape[0]], v[: one.v.shape[0]] = one.k, one.v
