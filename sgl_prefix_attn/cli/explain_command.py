@@ -8,8 +8,12 @@ from pathlib import Path
 
 from sgl_prefix_attn.cli.model_heads import heads_on_rank, parse_heads
 
-# Streaming multiprocessors of the GPUs that plan.costs has rates of.
-NUM_SMS = {"H100": 132, "H200": 132, "A100": 108}
+# Name and streaming multiprocessors of the GPUs that plan.costs has rates of.
+GPUS = {
+    "H100": ("NVIDIA H100 80GB HBM3", 132),
+    "H200": ("NVIDIA H200", 132),
+    "A100": ("NVIDIA A100-SXM4-80GB", 108),
+}
 USAGE = 2
 
 
@@ -21,7 +25,7 @@ def add_parser(commands) -> None:
         help="nodes per level _ KV tokens per level, such as 1,2,6_1024,512,64, or a JSON file "
         "with paths and seq_lens as PrefixDecodeWrapper.plan takes them",
     )
-    parser.add_argument("--gpu", choices=NUM_SMS, default="H100", help="to plan for (H100)")
+    parser.add_argument("--gpu", choices=GPUS, default="H100", help="to plan for (H100)")
     parser.add_argument("--heads", default="32/8", help="query/KV heads of a rank (32/8)")
     parser.add_argument("--head-dim", type=int, default=128, help="(128)")
     parser.add_argument("--strategy", default="calibrated", help="profit model (calibrated)")
@@ -59,14 +63,23 @@ def _figure():
 
 
 def plan_view(args: argparse.Namespace):
-    """The plan that a server on this GPU would make, as explain.view reads it."""
+    """Plan and decide as a server on this GPU would with the shipped calibrations."""
     from sgl_prefix_attn.cli.plan_spec import read_spec
     from sgl_prefix_attn.explain.view import view
-    from sgl_prefix_attn.plan import CostModel, Planner
+    from sgl_prefix_attn.plan import Planner
     from sgl_prefix_attn.plan.tile_defaults import gpu_tile_set
+    from sgl_prefix_attn.predict import store
+    from sgl_prefix_attn.predict.predictor import Predictor
+    from sgl_prefix_attn.predict.record import CalibrationKey
+    from sgl_prefix_attn.step.evaluate import evaluate
+    from sgl_prefix_attn.step.policy import BatchFacts
 
     heads = heads_on_rank(*parse_heads(args.heads), args.head_dim, tp=1)
-    tile_set = gpu_tile_set(NUM_SMS[args.gpu], heads)
-    costs = CostModel.for_gpu(args.gpu, heads)
-    planner = Planner(heads, tile_set=tile_set, strategy=args.strategy, costs=costs)
-    return view(planner.plan(read_spec(args.spec)), heads, tile_set)
+    name, num_sms = GPUS[args.gpu]
+    key = CalibrationKey(name, heads, "bfloat16", 1)
+    found = store.find(key, num_sms, folders=store.Folders(None, store.SHIPPED)).calibration
+    tile_set = gpu_tile_set(num_sms, heads)
+    planner = Planner(heads, tile_set=tile_set, strategy=args.strategy, costs=found.costs)
+    facts = BatchFacts(strategy=args.strategy)
+    done = evaluate(read_spec(args.spec), facts, planner, Predictor(found))
+    return view(done.plan, done.decision, heads, tile_set)

@@ -11,6 +11,7 @@ from rich.tree import Tree
 
 from sgl_prefix_attn.explain.schedule import num_ctas, schedule
 from sgl_prefix_attn.explain.view import PackView, PlanView
+from sgl_prefix_attn.records import Decision
 
 MOST_ROWS = 24  # of a table; a plan of a large batch has thousands of packs
 
@@ -112,5 +113,17 @@ def _totals(view: PlanView) -> Text:
     return Text(
         f"KV tokens read per layer: {stats.kv_tokens_read}; unique {stats.kv_tokens_unique}; "
         f"one request at a time {stats.kv_tokens_query_centric} ({ratio:.2f}x)\n"
-        f"partial results {stats.num_partials}; words {view.plan.words.size}"
+        f"partial results {stats.num_partials}; words {view.plan.words.size}\n"
+        f"{_decision(view.decision)}"
+    )
+
+
+def _decision(decision: Decision) -> str:
+    chosen = f"a server would run {decision.variant} kernels ({decision.reason})"
+    times = decision.predicted
+    if times is None:
+        return chosen
+    return (
+        f"predicted per layer: prefix kernels {times.prefix_us:.1f} us, FlashInfer "
+        f"{times.stock_us:.1f} us\n{chosen}"
     )

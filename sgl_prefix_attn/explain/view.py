@@ -9,7 +9,7 @@ import numpy as np
 
 from sgl_prefix_attn.kernels import layout as L
 from sgl_prefix_attn.plan.tiles import TileSet
-from sgl_prefix_attn.records import Forest, HeadConfig, Plan
+from sgl_prefix_attn.records import Decision, Forest, HeadConfig, Plan
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,10 @@ class PlanView:
     nodes: tuple[NodeView, ...]
     packs: tuple[PackView, ...]
     queues: tuple[tuple[ItemView, ...], ...]
+    decision: Decision
 
 
-def view(plan: Plan, heads: HeadConfig, tile_set: TileSet) -> PlanView:
+def view(plan: Plan, decision: Decision, heads: HeadConfig, tile_set: TileSet) -> PlanView:
     """Read a plan that was made for these heads and tiles.
 
     Raises ValueError where its words have another layout.
@@ -89,6 +90,7 @@ def view(plan: Plan, heads: HeadConfig, tile_set: TileSet) -> PlanView:
         nodes=tuple(node_views(plan.forest)),
         packs=tuple(pack_views(plan)),
         queues=tuple(tuple(_items(plan, tile)) for tile in range(len(tile_set.tiles))),
+        decision=decision,
     )
 
 

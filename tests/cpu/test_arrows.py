@@ -33,6 +33,7 @@ ROOMS = {
         "api",
         "calibrate",
         "explain",
+        "step",
         "plan",
         "plugin",
         "predict",

@@ -105,7 +105,7 @@ def test_words_of_another_layout_are_refused(six):
     six.plan.words[L.H_VERSION] += 1
     try:
         with pytest.raises(ValueError, match="layout"):
-            view(six.plan, six.heads, six.tile_set)
+            view(six.plan, six.decision, six.heads, six.tile_set)
     finally:
         six.plan.words[L.H_VERSION] -= 1
 
