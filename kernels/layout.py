@@ -68,6 +68,14 @@ GROWS = -1
 # SPLIT_UNIT * ((j + 1) * u // n)) below len: never empty while n <= u, also as the tail grows.
 SPLIT_UNIT = 16
 
+
+def split_range(length: int, split: int, num_splits: int) -> tuple[int, int]:
+    """Return the tokens [begin, end) of a segment that one split holds."""
+    units = -(-length // SPLIT_UNIT)
+    begin = SPLIT_UNIT * (split * units // num_splits)
+    return begin, min(SPLIT_UNIT * ((split + 1) * units // num_splits), length)
+
+
 # --- MERGE --------------------------------------------------------------------------------------
 M_ROW = 0  # request
 M_PARTIAL = 1  # first of its partial rows, which stand together

@@ -125,10 +125,7 @@ def _decode(item: list[int], words: torch.Tensor, seq_lens: torch.Tensor):
 
 def _stretch(item: list[int], segment: int, length: int) -> slice:
     """Entries of kv_indices that this item's split covers of a segment `length` tokens long."""
-    units = -(-length // L.SPLIT_UNIT)
-    split, splits = item[L.I_SPLIT], item[L.I_NUM_SPLITS]
-    begin = L.SPLIT_UNIT * (split * units // splits)
-    end = min(L.SPLIT_UNIT * ((split + 1) * units // splits), length)
+    begin, end = L.split_range(length, item[L.I_SPLIT], item[L.I_NUM_SPLITS])
     return slice(segment + begin, segment + end)
 
 

@@ -146,17 +146,10 @@ def _items(plan: Plan, tile: int) -> Iterator[ItemView]:
         ranges = tuple(
             (int(start) + begin, int(start) + end)
             for start, length in zip(starts, lengths, strict=True)
-            for begin, end in [_split(int(length), split, num_splits)]
+            for begin, end in [L.split_range(int(length), split, num_splits)]
         )
         yield ItemView(tuple(packs), split, num_splits, ranges)
 
 
 def _section(words: np.ndarray, offset_word: int, count: int, width: int) -> np.ndarray:
     return words[words[offset_word] :][: count * width].reshape(-1, width)
-
-
-def _split(length: int, split: int, num_splits: int) -> tuple[int, int]:
-    """Tokens of one split, as layout.SPLIT_UNIT defines them."""
-    units = -(-length // L.SPLIT_UNIT)
-    begin = L.SPLIT_UNIT * (split * units // num_splits)
-    return begin, min(L.SPLIT_UNIT * ((split + 1) * units // num_splits), length)
