@@ -70,8 +70,8 @@ def check_complete(fields: dict[str, Any], *records: object) -> None:
 
 def _from_format_2(fields: dict[str, Any]) -> dict[str, Any]:
     """Return today's fields of a file of version 0.1.2. Its models had a correction, which is
-    dropped, and its errors with it; the other coefficients
-    stay, and what 0.1.2 did not know counts nothing."""
+    dropped, and its errors with it; the other coefficients stay, and what 0.1.2 did not know counts
+    nothing."""
     try:
         version = fields["versions"]["sgl-prefix-attn"]
         stock, prefix = (dict(fields[name]["coefficients"]) for name in ("stock", "prefix"))

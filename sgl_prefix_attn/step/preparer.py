@@ -182,23 +182,19 @@ class StepPreparer:
             self._predictor,
             self._padded_size(len(batch.reqs)),
         )
-        plan, stats = done.plan, done.plan.stats
-        self._counters.plan(cause, stats)
-        if done.decision.variant != PREFIX:
-            # Until the batch changes or has grown by the headroom.
-            self.lifetime.planned(batch, reader, self.settings.headroom)
-            self._count.evaluated(stats, done.decision.variant)
-            self._evaluated = done.decision
-            return None
-        if not self._fits(plan):
+        plan, is_prefix = done.plan, done.decision.variant == PREFIX
+        self._counters.plan(cause, plan.stats)
+        if is_prefix and not self._fits(plan):
             raise PlanTooLarge(
                 f"{plan.words.size} words, {plan.num_index_slots} index slots and "
                 f"{plan.num_partials} partial rows do not fit the workspace"
             )
-        self.lifetime.planned(batch, reader, plan.appends_left)
-        self._count.evaluated(stats, done.decision.variant)
+        # A decision for stock kernels stands until the batch changes or has grown by the headroom.
+        appends_left = plan.appends_left if is_prefix else self.settings.headroom
+        self.lifetime.planned(batch, reader, appends_left)
+        self._count.evaluated(plan.stats, done.decision.variant)
         self._evaluated = done.decision
-        return plan
+        return plan if is_prefix else None
 
     def _reason_of(self, fault: Exception | None) -> str:
         """Say why an evaluation failed, here or (None) on another rank; log it the first time."""
