@@ -13,6 +13,7 @@ from sgl_prefix_attn.plan.row_tile_time import RowTileRates, part_costs, predict
 from sgl_prefix_attn.plan.row_tile_words import RowTilePlan, serialize_row_tiles
 from sgl_prefix_attn.plan.row_tiles import (
     B_MASKED,
+    LeafOrder,
     RowTiles,
     cut_at_roots,
     cut_evenly,
@@ -29,8 +30,10 @@ HOPELESS = 1.6
 
 @dataclass(frozen=True)
 class Cut:
-    """One way to cut a step: tiles, parts int [T] of each, and the predicted microseconds."""
+    """One way to cut a step: the order of its requests, tiles, parts int [T] of each tile, costs
+    float [T] from part_costs, and the predicted microseconds."""
 
+    leaves: LeafOrder
     tiles: RowTiles
     parts: np.ndarray
     costs: np.ndarray
@@ -88,7 +91,7 @@ class RowTilePlanner:
     def serialize(self, forest: Forest, cut: Cut) -> RowTilePlan:
         """The plan of one of a forest's cuts."""
         return serialize_row_tiles(
-            forest, order_leaves(forest), cut.tiles, cut.parts, cut.costs,
+            forest, cut.leaves, cut.tiles, cut.parts, cut.costs,
             self.heads.group_size, self.headroom,
         )  # fmt: skip
 
@@ -99,7 +102,7 @@ class RowTilePlanner:
         batch = leaves.request.size
         if batch == 0:
             nothing = make_tiles(forest, leaves, np.zeros(1, np.int32), self.heads.group_size)
-            yield Cut(nothing, np.zeros(0, np.int64), np.zeros(0), self.rates.fixed)
+            yield Cut(leaves, nothing, np.zeros(0, np.int64), np.zeros(0), self.rates.fixed)
             return
         most = W.queries_per_tile(self.heads.group_size)
         seen = set()
@@ -108,13 +111,20 @@ class RowTilePlanner:
                 if edge.tobytes() not in seen:
                     seen.add(edge.tobytes())
                     tiles = make_tiles(forest, leaves, edge, self.heads.group_size)
-                    yield from self._split(forest, tiles)
+                    yield from self._split(forest, leaves, tiles)
             most //= 2
 
-    def _split(self, forest: Forest, tiles: RowTiles) -> Iterator[Cut]:
+    def _split(self, forest: Forest, leaves: LeafOrder, tiles: RowTiles) -> Iterator[Cut]:
         costs = part_costs(tiles, self.heads, self.rates)
         parts = np.ones(costs.size, np.int64)
-        yield self._cut(forest, tiles, parts, costs)
+
+        def cut(parts: np.ndarray) -> Cut:
+            us = predict_us(
+                tiles, costs, parts, forest.unique_tokens, self.heads, self.num_sms, self.rates
+            )
+            return Cut(leaves, tiles, parts, costs, us)
+
+        yield cut(parts)
         tickets = costs.size * self.heads.num_kv_heads
         # merging waits for the slowest part: it pays only while no CTA has a second ticket
         room = self.num_sms // self.heads.num_kv_heads
@@ -126,13 +136,7 @@ class RowTilePlanner:
             wanted = parts_within(costs, max(costs.size, int(room * share)), most_parts)
             if wanted.max() > 1 and not np.array_equal(wanted, parts):
                 parts = wanted
-                yield self._cut(forest, tiles, parts, costs)
-
-    def _cut(self, forest: Forest, tiles: RowTiles, parts: np.ndarray, costs: np.ndarray) -> Cut:
-        us = predict_us(
-            tiles, costs, parts, forest.unique_tokens, self.heads, self.num_sms, self.rates
-        )
-        return Cut(tiles, parts, costs, us)
+                yield cut(parts)
 
 
 def parts_within(costs: np.ndarray, budget: int, most: np.ndarray) -> np.ndarray:

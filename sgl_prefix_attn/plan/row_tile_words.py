@@ -8,7 +8,21 @@ import numpy as np
 from numba import njit
 
 from sgl_prefix_attn.kernels.gluon import words as W
-from sgl_prefix_attn.plan.row_tiles import LeafOrder, RowTiles, side_of
+from sgl_prefix_attn.plan.row_tiles import (
+    B_BOTH,
+    B_MASKED,
+    B_SIDE0,
+    B_SIDE1,
+    B_UNMASKED,
+    R_END,
+    R_FIRST,
+    R_LEN,
+    R_REQUEST,
+    R_START,
+    LeafOrder,
+    RowTiles,
+    side_of,
+)
 from sgl_prefix_attn.records import Forest
 
 _make_key = njit(W.make_key)
@@ -99,7 +113,7 @@ def _serialize(
     num_tiles, batch = edge.size - 1, request.size
     num_items, flag_words, order_words, num_segments = 0, 0, 0, 0
     for t in range(num_tiles):
-        count = blocks[t, 0] + blocks[t, 1]
+        count = blocks[t, B_UNMASKED] + blocks[t, B_MASKED]
         num_items += parts[t]
         flag_words += count // W.FLAGS_PER_WORD + 2 * parts[t]
         order_words += count + -(-(edge[t + 1] - edge[t]) * headroom // W.BLOCK)
@@ -121,7 +135,7 @@ def _serialize(
     num_partials, num_counters, longest = 0, 0, 0
     for t in tile_order:
         queries = edge[t + 1] - edge[t]
-        unmasked, masked = blocks[t, 0], blocks[t, 1]
+        unmasked, masked = blocks[t, B_UNMASKED], blocks[t, B_MASKED]
         growth = -(-queries * headroom // W.BLOCK)
         total = unmasked + masked
         sides = _sides(blocks[t], queries * group > W.HALF_ROWS)
@@ -163,30 +177,31 @@ def _serialize(
 
         # one list of unmasked blocks, one of masked columns in three categories, one of growth
         column = np.zeros(4, np.int64)
-        column[1] = blocks[t, 2]
-        column[2] = blocks[t, 2] + blocks[t, 3]
+        column[1] = blocks[t, B_BOTH]
+        column[2] = blocks[t, B_BOTH] + blocks[t, B_SIDE0]
         whole_columns = 0
         for r in range(offset[t], offset[t + 1]):
-            first, last_query, length = run[r, 3], run[r, 4], run[r, 2]
+            source, start, length = run[r, R_REQUEST], run[r, R_START], run[r, R_LEN]
+            first, last_query = run[r, R_FIRST], run[r, R_END]
             key = _make_key(first, last_query, group)
             whole = 0
             if first == 0 and last_query == queries:
                 whole = length // W.BLOCK * W.BLOCK
             if whole:
-                _segment(words, segment, order, whole_columns, run[r, 0], run[r, 1], whole, key)
+                _segment(words, segment, order, whole_columns, source, start, whole, key)
                 segment += W.SEGMENT_WORDS
                 whole_columns += whole
                 longest = max(longest, whole)
             if length > whole:
                 side = side_of(first, last_query, queries, group)
                 _segment(
-                    words, segment, order + unmasked, column[side], run[r, 0], run[r, 1] + whole,
+                    words, segment, order + unmasked, column[side], source, start + whole,
                     length - whole, key,
                 )  # fmt: skip
                 segment += W.SEGMENT_WORDS
                 column[side] += length - whole
                 longest = max(longest, length - whole)
-        used = blocks[t, 2] + blocks[t, 3] + blocks[t, 4]
+        used = blocks[t, B_BOTH] + blocks[t, B_SIDE0] + blocks[t, B_SIDE1]
         if used < masked * W.BLOCK:
             _segment(words, segment, order + unmasked, used, W.NONE, 0, masked * W.BLOCK - used, 0)
             segment += W.SEGMENT_WORDS
@@ -217,11 +232,12 @@ def _block_at(item, rest, b):
 @njit
 def _sides(blocks, wide):
     """int [masked]: which warpgroups each masked block is for, as its FLAGS have it."""
-    masked = blocks[1]
+    masked = blocks[B_MASKED]
     sides = np.full(masked, W.FOR_BOTH, np.int32)
     if wide:
-        end_both, end_first = blocks[2], blocks[2] + blocks[3]
-        end = end_first + blocks[4]
+        end_both = blocks[B_BOTH]
+        end_first = end_both + blocks[B_SIDE0]
+        end = end_first + blocks[B_SIDE1]
         for b in range(masked):
             low, high = b * W.BLOCK, min((b + 1) * W.BLOCK, end)
             if low >= end_both:

@@ -148,17 +148,17 @@ def _tile(
                 run = bigger
             for i in range(depth - 1, -1, -1):
                 node = chain[i]
-                run[size, 0] = row
-                run[size, 1] = start[node]
-                run[size, 2] = end[node] - start[node]
-                run[size, 3] = max(first[node], low) - low
-                run[size, 4] = min(first[node] + num_queries[node], high) - low
+                run[size, R_REQUEST] = row
+                run[size, R_START] = start[node]
+                run[size, R_LEN] = end[node] - start[node]
+                run[size, R_FIRST] = max(first[node], low) - low
+                run[size, R_END] = min(first[node] + num_queries[node], high) - low
                 size += 1
-            run[size, 0] = row
-            run[size, 1] = tail_start[row]
-            run[size, 2] = seq_lens[row] - tail_start[row]
-            run[size, 3] = place - low
-            run[size, 4] = place - low + 1
+            run[size, R_REQUEST] = row
+            run[size, R_START] = tail_start[row]
+            run[size, R_LEN] = seq_lens[row] - tail_start[row]
+            run[size, R_FIRST] = place - low
+            run[size, R_END] = place - low + 1
             size += 1
         offset[t + 1] = size
         _count_blocks(run, offset[t], size, high - low, group, blocks[t])
@@ -169,12 +169,12 @@ def _tile(
 def _count_blocks(run, begin, end, queries, group, blocks):
     """Fill one row of RowTiles.blocks from the runs [begin, end) of a tile of `queries`."""
     for r in range(begin, end):
-        rest = run[r, 2]
-        if run[r, 3] == 0 and run[r, 4] == queries:
-            blocks[0] += rest // W.BLOCK
+        rest = run[r, R_LEN]
+        if run[r, R_FIRST] == 0 and run[r, R_END] == queries:
+            blocks[B_UNMASKED] += rest // W.BLOCK
             rest %= W.BLOCK
-        blocks[2 + side_of(run[r, 3], run[r, 4], queries, group)] += rest
-    blocks[1] = -(-(blocks[2] + blocks[3] + blocks[4]) // W.BLOCK)
+        blocks[B_BOTH + side_of(run[r, R_FIRST], run[r, R_END], queries, group)] += rest
+    blocks[B_MASKED] = -(-(blocks[B_BOTH] + blocks[B_SIDE0] + blocks[B_SIDE1]) // W.BLOCK)
 
 
 @cached_njit
