@@ -6,6 +6,7 @@ from sgl_prefix_attn.engine.runner_backend import find_backend
 
 TARGET = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
 TYPE = "after"
+PARAMETERS = ("cls", "batch", "model_runner")
 WHY = "the radix tree paths of a step are known only through ScheduleBatch.reqs and .tree_cache"
 
 

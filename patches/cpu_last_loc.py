@@ -2,7 +2,8 @@
 
 TARGET = "sglang.srt.mem_cache.allocation.get_last_loc_triton"
 TYPE = "replace"
-WHY = "SGLang 0.5.17 takes it for every backend but `torch_native`; without a GPU it cannot run"
+PARAMETERS = ("req_to_token",)
+WHY = "SGLang takes it for every backend but `torch_native`; without a GPU it cannot run"
 
 
 def hook(req_to_token, req_pool_indices, prefix_lens):

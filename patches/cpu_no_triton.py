@@ -2,6 +2,7 @@
 
 TARGET = "sglang.srt.utils.common.support_triton"
 TYPE = "replace"
+PARAMETERS = ("backend",)
 WHY = "without a GPU, write_cache_indices and compute_position must not use Triton"
 
 

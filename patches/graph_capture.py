@@ -9,23 +9,24 @@ TARGET = (
     "DecodeCudaGraphRunner.capture_one_shape"
 )
 TYPE = "around"
+PARAMETERS = ("self", "size", "forward", "stream_idx", "variant_label")
 WHY = "a stock step must cost what it costs without the plugin, so both variants need a graph"
 
 
-def hook(original, runner, size, forward, stream_idx=None, variant_label=None):
+def hook(original, runner, size, forward, stream_idx=None, variant_label=None, *rest):
     """Run capture_one_shape unchanged, then again with the backend on prefix kernels.
 
     Stock comes first: its metadata of this size is then in place if a layer leaves the prefix
     kernels during their capture.
     """
-    original(runner, size, forward, stream_idx, variant_label)
+    original(runner, size, forward, stream_idx, variant_label, *rest)
     backend = find_graph_backend(runner)
     if backend is None:
         return
     backend.variants.capture(
         size,
         runner.capture_bs,
-        lambda: original(runner, size, forward, stream_idx, variant_label),
+        lambda: original(runner, size, forward, stream_idx, variant_label, *rest),
         runner.device_module,
     )
     # SGLang captures from the largest size down, "lora" before "nolora".

@@ -8,6 +8,7 @@ TARGET = (
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph"
 )
 TYPE = "around"
+PARAMETERS = ("self", "forward_batch")
 WHY = "a cross-checked step (SGL_PREFIX_ATTN_CHECK) runs both backends; a graph holds one"
 
 

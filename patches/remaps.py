@@ -8,6 +8,7 @@ from __future__ import annotations
 
 TARGET = "sglang.srt.mem_cache.radix_cache.RadixCache.cache_unfinished_req"
 TYPE = "before"
+PARAMETERS = ("self", "req")
 WHY = "a plan is out of date when SGLang maps a running request to another one's slots"
 
 

@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sgl_prefix_attn.cli.doctor_facts import PLUGIN, Facts
-from sgl_prefix_attn.plugin.versions import INSTALL, RELEASES, SUPPORTED, release_of
+from sgl_prefix_attn.plugin.versions import INSTALL, RELEASES, SUPPORTED, match
 from sgl_prefix_attn.settings import PREFIX, Settings
 
+CPU_HOOKS = {name for release in RELEASES for name in release.cpu_hooks}
 OK, WARN, FAIL = "ok", "warn", "fail"
 PLATFORM = "prefix_attn_cpu"
 DIST = "sgl-prefix-attn"
 CPU_ENV = "SGL_PREFIX_ATTN_CPU_PLATFORM"
-OLDEST_ARCH, HOPPER = (8, 0), (9, 0)
+OLDEST_ARCH = (8, 0)
 CALIBRATE = "sgl-prefix-attn calibrate --model FOLDER takes minutes"
 
 
@@ -67,9 +68,20 @@ def check_sglang_version(facts: Facts) -> Verdict:
     installed = facts.versions.get("sglang")
     if installed is None:
         return FAIL, f"no SGLang; supported: {SUPPORTED}", INSTALL
-    if release_of(installed) is None:
+    found = match(installed)
+    if found is None:
         return FAIL, f"{installed} is not supported; supported: {SUPPORTED}", INSTALL
+    if not found.tried:
+        detail = (
+            f"{installed} was not tried; it is served as {found.release.version} where all fits"
+        )
+        return WARN, detail, INSTALL
     return OK, f"{installed} (supported: {SUPPORTED})"
+
+
+def check_trees(facts: Facts) -> Verdict:
+    """Which prefix caches of this SGLang can be read."""
+    return OK, " ".join(facts.trees)
 
 
 def check_entry_point(facts: Facts) -> Verdict:
@@ -119,11 +131,11 @@ def check_hooks(facts: Facts) -> Iterator[Check]:
         return
     for hook in facts.hooks:
         name = f"hook {hook.module}"
-        if hook.module in RELEASES[-1].cpu_hooks and not on_cpu_platform(facts):
+        if hook.module in CPU_HOOKS and not on_cpu_platform(facts):
             yield Check(name, OK, f"{hook.target}: only on the CPU platform")
         elif hook.error:
             fix = f"install a supported SGLang ({SUPPORTED})"
-            yield Check(name, FAIL, f"{hook.target}: {hook.error}", fix)
+            yield Check(name, FAIL, hook.error, fix)
         else:
             yield Check(name, OK, f"{hook.target}: {hook.why}")
 
@@ -145,11 +157,8 @@ def check_device(facts: Facts) -> Verdict:
 
 
 def check_prefill(facts: Facts) -> Verdict:
-    """Prefill is the composed stock backend's; SGLang's default for Hopper is a faster one."""
-    if facts.arch != HOPPER:
-        return OK, "FlashInfer" if facts.gpu else "torch"
-    detail = "FlashInfer; faster on this GPU is SGLang's default: --prefill-attention-backend fa3"
-    return OK, f"{detail} --decode-attention-backend prefix"
+    """Prefill stays with SGLang, unless the command line names a backend for it."""
+    return OK, "what SGLang chooses for this GPU and model, or --prefill-attention-backend"
 
 
 def check_compiler(facts: Facts) -> Verdict:
@@ -181,6 +190,7 @@ def run_checks(facts: Facts) -> list[Check]:
         Check("python", *check_python(facts)),
         *check_packages(facts),
         Check("sglang version", *check_sglang_version(facts)),
+        Check("radix tree", *check_trees(facts)),
         Check("plugin entry point", *check_entry_point(facts)),
         Check("plugin filters", *check_plugin_filters(facts)),
         Check("settings", *check_settings(facts)),

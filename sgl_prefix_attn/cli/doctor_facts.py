@@ -2,14 +2,14 @@
 
 import importlib
 import os
-import pkgutil
 import shutil
 import sys
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import NamedTuple
 
-from sgl_prefix_attn.plugin.versions import RELEASES
+from sgl_prefix_attn.plugin import hooks
+from sgl_prefix_attn.plugin import versions as releases
 
 PACKAGES = ("sgl-prefix-attn", "sglang", "torch", "triton", "flashinfer-python", "numba", "numpy")
 PLUGIN = "prefix_attn"  # our entry point in SGLang's group
@@ -22,7 +22,7 @@ class EntryPoint(NamedTuple):
 
 
 class Hook(NamedTuple):
-    """One patched place in SGLang; `error` says why it does not resolve, empty if it does."""
+    """One patched place in SGLang; `error` says what it lacks, empty if it fits."""
 
     module: str
     target: str
@@ -36,6 +36,7 @@ class Facts:
 
     `unmet`: of `versions` those that the installed SGLang does not accept, with what it requires.
     `env` has the variables of SGLang and the plugin, and CC.
+    `trees`: what reads the installed SGLang's prefix caches, a sentence each.
     `plugins`: what SGLang would load under our entry point's name.
     `calibration`: what a server with 32/8 heads would find, its source, and whether the server
     would log it as a warning; "" without a GPU.
@@ -47,6 +48,7 @@ class Facts:
     unmet: dict[str, str] = field(default_factory=dict)
     plugins: tuple[EntryPoint, ...] = ()
     hooks: tuple[Hook, ...] = ()
+    trees: tuple[str, ...] = ()
     gpu: str = ""
     arch: tuple[int, int] | None = None
     compiler: str = ""
@@ -60,7 +62,7 @@ def gather() -> Facts:
     gpu, arch = _gpu()
     calibration, source, warning = _calibration() if gpu else ("", "", False)
     versions = {name: _version(name) for name in PACKAGES}
-    release = RELEASES[-1]
+    release = _release(versions["sglang"])
     return Facts(
         python=sys.version_info[:2],
         env={k: v for k, v in os.environ.items() if k == "CC" or k.startswith(_PREFIXES)},
@@ -71,6 +73,7 @@ def gather() -> Facts:
             for e in metadata.entry_points(group="sglang.srt.plugins", name=PLUGIN)
         ),
         hooks=tuple(map(_hook, (*release.hooks, *release.cpu_hooks))),
+        trees=tuple(map(_first_line, release.readers)),
         gpu=gpu,
         arch=arch,
         compiler=_compiler(),
@@ -78,6 +81,17 @@ def gather() -> Facts:
         calibration_source=source,
         calibration_warning=warning,
     )
+
+
+def _release(version: str | None) -> releases.Release:
+    """The row of the installed SGLang; of one that has none the newest, to say what differs."""
+    found = releases.match(version) if version else None
+    return found.release if found else releases.RELEASES[-1]
+
+
+def _first_line(reader: str) -> str:
+    doc = importlib.import_module(f"sgl_prefix_attn.paths.{reader}").__doc__ or ""
+    return doc.splitlines()[0]
 
 
 def _version(name: str) -> str | None:
@@ -138,12 +152,9 @@ def _calibration() -> tuple[str, str, bool]:
 
 
 def _hook(module: str) -> Hook:
-    """Resolve the target of sgl_prefix_attn.patches.<module> in the SGLang installed."""
-    target = why = error = ""
+    """Compare sgl_prefix_attn.patches.<module> with the SGLang installed."""
     try:
-        patch = importlib.import_module(f"sgl_prefix_attn.patches.{module}")
-        target, why = patch.TARGET, patch.WHY
-        pkgutil.resolve_name(target)
-    except Exception as reason:
-        error = f"{type(reason).__name__}: {reason}"
-    return Hook(module, target, why, error)
+        patch = hooks.load(module)
+    except Exception as error:  # what it imports may be broken
+        return Hook(module, "", "", f"{type(error).__name__}: {error}")
+    return Hook(module, patch.TARGET, patch.WHY, hooks.difference(module))

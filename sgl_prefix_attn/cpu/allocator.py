@@ -1,4 +1,4 @@
-"""KV slot allocation on the CPU platform: SGLang 0.5.17's paged allocator without its kernels."""
+"""KV slot allocation on the CPU platform: SGLang's paged allocator without its kernels."""
 
 import torch
 from sglang.srt.mem_cache.allocator import (

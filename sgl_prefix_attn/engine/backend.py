@@ -22,7 +22,7 @@ from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from sgl_prefix_attn.engine import model_facts
+from sgl_prefix_attn.engine import model_facts, sglang_config
 from sgl_prefix_attn.engine.build import build, padding_plan
 from sgl_prefix_attn.engine.counters_of import counters_of
 from sgl_prefix_attn.engine.cross_check import check_layer
@@ -43,6 +43,8 @@ from sgl_prefix_attn.step.preparer import Step, StepPreparer
 
 logger = logging.getLogger(__name__)
 
+# What FlashInfer declares of itself beside SGLang's three methods; prefill and verify run on it.
+STOCK_FACTS = ("extend_dummy_seqs_capped_by_req_pool", "kv_index_translator")
 _UNOBSERVED = Step(Decision(policy.STOCK, "no_batch"))
 _CAPTURE = Decision(policy.PREFIX, "capture")
 
@@ -60,6 +62,9 @@ class PrefixAttnBackend(AttentionBackend):
     def __init__(self, runner, settings: Settings):
         super().__init__()
         self.stock = create_stock(runner)
+        for name in STOCK_FACTS:
+            if hasattr(self.stock, name):  # not in every release
+                setattr(self, name, getattr(self.stock, name))
         counters = counters_of(runner)
         # SGLang reads the pools through the active backend.
         self.req_to_token_pool = runner.req_to_token_pool
@@ -86,7 +91,7 @@ class PrefixAttnBackend(AttentionBackend):
             )
         self.variants = GraphVariants(
             0 if settings.policy == policy.STOCK else settings.max_variant_bs,
-            raise_failures=runner.ps.tp_size > 1,
+            raise_failures=sglang_config.parallel().tp_size > 1,
         )
         self._steps = StepPreparer(
             settings,
@@ -97,7 +102,7 @@ class PrefixAttnBackend(AttentionBackend):
             graph_problem=self.variants.problem,
             padded_size=self.variants.padded_size,
             model_problem=self._model_problem,
-            agree=agreement(runner),
+            agree=agreement(),
         )
         self._observed: Step | None = None
         self._active: Step = _UNOBSERVED
@@ -120,7 +125,7 @@ class PrefixAttnBackend(AttentionBackend):
                 )
             )
         except Exception:
-            if self._runner.ps.tp_size > 1:
+            if sglang_config.parallel().tp_size > 1:
                 raise  # the other ranks would wait for this one's word
             logger.exception("a decode step could not be prepared")
             self._only_stock("internal_error")
@@ -280,7 +285,11 @@ class PrefixAttnBackend(AttentionBackend):
         lost, and where other ranks would go on with prefix kernels.
         """
         capturing = self._active is self._padding
-        if capturing or self._runner.ps.tp_size > 1 or isinstance(error, torch.AcceleratorError):
+        if (
+            capturing
+            or sglang_config.parallel().tp_size > 1
+            or isinstance(error, torch.AcceleratorError)
+        ):
             raise error
         logger.error("prefix kernels failed: %s", error, exc_info=error)
         self._leave_prefix("kernel_error", forward_batch)

@@ -63,7 +63,7 @@ def _calibration(runner, heads: HeadConfig, num_sms: int) -> Calibration | None:
     if device.type != "cuda":
         return None
     key = gpu_key(device, heads, runner.kv_cache_dtype, runner.page_size)
-    return agreed(key, num_sms, cpu_group(runner))
+    return agreed(key, num_sms, cpu_group())
 
 
 def padding_plan(planner: Planner) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sgl_prefix_attn.engine import sglang_config
 from sgl_prefix_attn.engine.model_facts import attention_layers
 from sgl_prefix_attn.metrics.counters import KvSize, StepCounters
 from sgl_prefix_attn.metrics.decode_log import DecodeLog
@@ -11,9 +12,10 @@ from sgl_prefix_attn.metrics.exporter import PrometheusExporter
 def counters_of(runner) -> StepCounters:
     """Tensor-parallel rank 0 of the first pipeline stage logs and, with --enable-metrics, exports;
     the others run the same steps and only count."""
-    if runner.ps.tp_rank != 0 or runner.ps.pp_rank != 0:
+    ranks = sglang_config.parallel()
+    if ranks.tp_rank != 0 or ranks.pp_rank != 0:
         return StepCounters()
-    args = runner.server_args
+    args = sglang_config.options(runner.server_args)
     size = KvSize.of(attention_layers(runner), runner.kv_cache_dtype.itemsize)
     exporter = PrometheusExporter(size) if args.enable_metrics else None
     return StepCounters(exporter, DecodeLog(args.decode_log_interval, size))

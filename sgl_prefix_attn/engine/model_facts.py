@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sglang.srt.layers.radix_attention import RadixAttention
 
+from sgl_prefix_attn.engine import sglang_config
 from sgl_prefix_attn.records import HeadConfig
 
 
@@ -57,22 +58,27 @@ def _is_scaled(layer: RadixAttention) -> bool:
 
 def unsupported_server(server_args) -> str | None:
     """Say which option of the server rules prefix kernels out, or None."""
-    if server_args.dcp_size > 1:
+    ranks, given = sglang_config.parallel(), sglang_config.options(server_args)
+    if ranks.dcp_enabled:
         return "parallel:context"
-    if server_args.enable_dp_attention:
+    # --enable-dp-attention; from 0.5.22 on --attn-dp-size is enough.
+    if ranks.attn_dp_size > 1 or given.enable_dp_attention:
         return "parallel:dp_attention"
+    # One request's KV pages lie on several ranks (from 0.5.21 on).
+    if getattr(given, "enable_kv_cache_sharding", False):
+        return "parallel:kv_cache_sharding"
     # Its microbatches take turns on one backend, which holds one plan.
-    if server_args.pp_size > 1:
+    if ranks.pp_size > 1:
         return "parallel:pipeline"
     # Both decode with other backend instances than the one that the hook finds.
-    if server_args.enable_two_batch_overlap:
+    if given.enable_two_batch_overlap:
         return "parallel:two_batch_overlap"
-    if server_args.enable_pdmux:
+    if given.enable_pdmux:
         return "parallel:pdmux"
     # The target model verifies and never decodes.
-    if server_args.speculative_algorithm is not None:
-        return f"speculative:{server_args.speculative_algorithm}"
+    if given.speculative_algorithm is not None:
+        return f"speculative:{given.speculative_algorithm}"
     # Never tried: the launches of a plan would be traced.
-    if server_args.enable_torch_compile:
+    if given.enable_torch_compile:
         return "torch_compile"
     return None

@@ -9,12 +9,14 @@ from collections.abc import Callable
 import torch
 import torch.distributed
 
+from sgl_prefix_attn.engine import sglang_config
 from sgl_prefix_attn.settings import VARIABLES, Settings
 
 
-def cpu_group(runner):
-    """Return the CPU process group of a runner's tensor-parallel ranks, None for one rank."""
-    return runner.tp_group.cpu_group if runner.ps.tp_size > 1 else None
+def cpu_group():
+    """Return the CPU process group of the tensor-parallel ranks, None for one rank."""
+    ranks = sglang_config.parallel()
+    return ranks.tp_group.cpu_group if ranks.tp_size > 1 else None
 
 
 def raise_unless_alike(settings: Settings, group) -> None:
@@ -33,12 +35,12 @@ def raise_unless_alike(settings: Settings, group) -> None:
             )
 
 
-def agreement(runner) -> Callable[[bool], bool]:
+def agreement() -> Callable[[bool], bool]:
     """Make a function that tells whether every tensor-parallel rank passed True.
 
     All ranks must call it at the same steps; with one rank it is the identity.
     """
-    group = cpu_group(runner)
+    group = cpu_group()
     if group is None:
         return lambda ok: ok
 

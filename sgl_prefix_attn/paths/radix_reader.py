@@ -11,12 +11,22 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from sgl_prefix_attn.paths.request_fields import fields_of, mapping_of, node_of
 from sgl_prefix_attn.paths.tree_reader import KvMapping, RequestPath, RunningBatch
 from sgl_prefix_attn.records import PathTable
 
 
 class RadixReader:
-    """TreeReader of sglang.srt.mem_cache.radix_cache.RadixCache."""
+    """TreeReader of sglang.srt.mem_cache.radix_cache.RadixCache, and the base of those of other
+    trees whose nodes are linked."""
+
+    def tree_node(self, tree_cache, req):
+        """Return the node object where a request's path ends, or None."""
+        return node_of(req)
+
+    def slots_of(self, node) -> torch.Tensor:
+        """Return the KV slots of a node's tokens."""
+        return node.value
 
     def read_paths(self, batch: RunningBatch) -> PathTable:
         index: dict = {}
@@ -25,7 +35,7 @@ class RadixReader:
         node_id: list[int] = []
         leaf = np.full(len(batch.reqs), -1, dtype=np.int32)
         for i_req, req in enumerate(batch.reqs):
-            node = req.last_node
+            node = self.tree_node(batch.tree_cache, req)
             fresh = []
             # The root is the one node without a parent, also of a tree that was reset since.
             while node is not None and node.parent is not None and node not in index:
@@ -34,7 +44,8 @@ class RadixReader:
             above = index.get(node, -1)
             for node in reversed(fresh):
                 parent.append(above)
-                length.append(node.value.numel())  # len() of a tensor takes six times as long
+                # len() of a tensor takes six times as long
+                length.append(self.slots_of(node).numel())
                 node_id.append(node.id)
                 above = index[node] = len(parent) - 1
             leaf[i_req] = above
@@ -47,19 +58,17 @@ class RadixReader:
         )
 
     def mapping(self, reqs: Sequence) -> KvMapping:
-        return KvMapping(
-            [req.last_node for req in reqs],
-            [req.cache_protected_len for req in reqs],
-            [req.kv for req in reqs],
-        )
+        return mapping_of(reqs)
 
     def remaps(self, tree_cache) -> int | None:
         return getattr(tree_cache, "prefix_attn_remaps", None)
 
-    def request_path(self, req) -> RequestPath:
+    def request_path(self, tree_cache, req) -> RequestPath:
         nodes = []
-        node = req.last_node
+        fields = fields_of(req)
+        node = self.tree_node(tree_cache, req)
+        protected_len = 0 if node is None else fields.protected_len(req)
         while node is not None and node.parent is not None:
-            nodes.append((node.id, torch.as_tensor(node.value)))
+            nodes.append((node.id, torch.as_tensor(self.slots_of(node))))
             node = node.parent
-        return RequestPath(nodes[::-1], req.cache_protected_len, req.req_pool_idx)
+        return RequestPath(nodes[::-1], protected_len, fields.row(req))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import is_not
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -32,24 +32,30 @@ class RunningBatch(NamedTuple):
     """
 
     reqs: Sequence
-    tree_cache: object
+    tree_cache: Any
     seq_lens: np.ndarray
     req_to_token: torch.Tensor
 
 
 @dataclass(frozen=True)
 class KvMapping:
-    """What decides where the KV of a batch lies: node, protected length and allocation of each
-    request. Holds references, so that no address is reused meanwhile."""
+    """What decides where the KV of a batch lies, of each request. Holds references, so that no
+    address is reused meanwhile.
+
+    nodes        where its path ends
+    held         protected length, and how often the request was retracted: SGLang may refill the
+                 record of a retracted request instead of making another
+    allocations  its KV record
+    """
 
     nodes: list
-    protected_lens: list[int]
+    held: list[tuple[int, int]]
     allocations: list
 
     def differs_from(self, other: KvMapping) -> bool:
         """Compare allocations by identity: SGLang's compare by value, and a new one may be equal
         (with the radix cache off nothing else changes then)."""
-        if self.nodes != other.nodes or self.protected_lens != other.protected_lens:
+        if self.nodes != other.nodes or self.held != other.held:
             return True
         return any(map(is_not, self.allocations, other.allocations))
 
@@ -84,7 +90,7 @@ class TreeReader(Protocol):
         patches/remaps.py counts); None where nothing counts."""
         ...
 
-    def request_path(self, req) -> RequestPath:
+    def request_path(self, tree_cache, req) -> RequestPath:
         """Return one request's path, node by node."""
         ...
 
@@ -100,11 +106,11 @@ def check_paths(paths: PathTable, batch: RunningBatch, reader: TreeReader) -> No
         chain = _chain(paths, int(paths.leaf[i_req]))
         ids = [int(paths.node_id[i_node]) for i_node in chain]
         total = int(sum(paths.length[i_node] for i_node in chain))
-        known = reader.request_path(req)
+        known = reader.request_path(batch.tree_cache, req)
         if total != known.protected_len or total >= paths.seq_lens[i_req]:
             raise TreeInvariantError(
                 f"request {req.rid}: the path to node {ids[-1] if ids else None} holds {total} "
-                f"tokens, but cache_protected_len is {known.protected_len} and seq_len is "
+                f"tokens, but {known.protected_len} are protected and seq_len is "
                 f"{paths.seq_lens[i_req]} (position {min(total, known.protected_len)})"
             )
         if not chain or known.row is None:

@@ -26,7 +26,7 @@ def register() -> None:
     add_attention_backend_choices([BACKEND_NAME])
     register_attention_backend(BACKEND_NAME)(create)
     try:
-        release = versions.installed()
+        sglang = versions.installed()
     except RuntimeError as error:
         # No hooks on an SGLang that they were not written for; `create` raises if it is reached.
         logger.warning("%s", error)
@@ -34,7 +34,7 @@ def register() -> None:
 
     from sgl_prefix_attn.plugin.hooks import register_all
 
-    register_all(release)
+    register_all(sglang.release)
 
 
 def create(runner):
@@ -44,47 +44,37 @@ def create(runner):
     or missing hooks, ValueError for an unsupported model or an environment value that is bad or
     not the same on all tensor-parallel ranks.
     """
-    release = versions.installed()
+    sglang = versions.installed()
+    from sgl_prefix_attn.engine import sglang_config
     from sgl_prefix_attn.engine.backend import PrefixAttnBackend, create_stock
-    from sgl_prefix_attn.engine.model_support import raise_if_unsupported
     from sgl_prefix_attn.engine.ranks import cpu_group, raise_unless_alike
+    from sgl_prefix_attn.engine.start_checks import raise_if_unsupported
     from sgl_prefix_attn.plugin.hooks import verify_applied
 
     settings = Settings.from_env()
     raise_if_unsupported(runner.model_config)
     if runner.is_draft_worker:
         return create_stock(runner)
-    raise_unless_alike(settings, cpu_group(runner))
-    verify_applied(release)
+    raise_unless_alike(settings, cpu_group())
+    verify_applied(sglang)
     backend = PrefixAttnBackend(runner, settings)
-    if runner.ps.tp_rank == 0:
+    if sglang_config.parallel().tp_rank == 0:
+        if not sglang.tried:
+            logger.warning(
+                "--attention-backend %s: SGLang %s was not tried (supported: %s); all that the "
+                "plugin relies on is there, as in %s",
+                BACKEND_NAME,
+                sglang.version,
+                versions.SUPPORTED,
+                sglang.release.version,
+            )
+        prefill, _ = sglang_config.attention_backends(runner.server_args)
         logger.info(
-            "--attention-backend %s: sgl-prefix-attn %s with %s, stock kernels of %s",
+            "--attention-backend %s: sgl-prefix-attn %s with %s, stock decode of %s, prefill of %s",
             BACKEND_NAME,
             __version__,
             settings.describe(),
             type(backend.stock).__name__,
+            prefill,
         )
-        advice = prefill_advice(runner.server_args)
-        if advice is not None:
-            logger.warning("%s", advice)
     return backend
-
-
-def prefill_advice(server_args) -> str | None:
-    """Say how to keep the prefill that SGLang would choose for this GPU, if it is a faster one.
-
-    Prefill is the composed FlashInfer's; on Hopper SGLang's default is FlashAttention 3.
-    """
-    from sglang.srt.utils import is_hopper_with_cuda_12_3
-
-    prefill, _ = server_args.get_attention_backends()
-    # With speculative decoding the default is not always FA3.
-    speculative = server_args.speculative_algorithm is not None
-    if speculative or prefill != BACKEND_NAME or not is_hopper_with_cuda_12_3():
-        return None
-    return (
-        f"--attention-backend {BACKEND_NAME}: prefill runs on FlashInfer, which is slower on this "
-        "GPU than SGLang's default. To keep that: --prefill-attention-backend fa3 "
-        f"--decode-attention-backend {BACKEND_NAME}"
-    )

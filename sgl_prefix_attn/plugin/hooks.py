@@ -2,6 +2,7 @@
 
     TARGET  dotted name of what it hooks        TYPE  before, after, around or replace
     WHY     the reason, for doctor              hook  the function (SGLang's HookType has its form)
+    PARAMETERS  the first parameters of TARGET, on which the hook relies
 
 SGLang applies hooks after register() has returned and only logs one that fails, so the backend is
 built only after verify_applied().
@@ -10,12 +11,13 @@ built only after verify_applied().
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
+from collections.abc import Callable
 from types import ModuleType
 
 from sgl_prefix_attn import patches
-from sgl_prefix_attn.cpu import platform
-from sgl_prefix_attn.plugin.versions import INSTALL, SUPPORTED, Release
+from sgl_prefix_attn.plugin.versions import INSTALL, SUPPORTED, Installed, Release
 
 
 def load(name: str) -> ModuleType:
@@ -27,15 +29,38 @@ def register_all(release: Release) -> None:
     """Hand every hook of a release to SGLang's HookRegistry."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from sgl_prefix_attn.cpu import platform
+
     cpu_hooks = release.cpu_hooks if platform.is_active() else ()
     for patch in map(load, (*release.hooks, *cpu_hooks)):
         HookRegistry.register(patch.TARGET, patch.hook, HookType(patch.TYPE))
 
 
-def verify_applied(release: Release) -> None:
-    """Raise RuntimeError, with what to do, when a needed hook is not in place."""
-    needed = map(load, release.hooks)
-    absent = [patch.TARGET for patch in needed if not _is_applied(patch)]
+def difference(name: str) -> str:
+    """Say what sgl_prefix_attn.patches.<name> relies on and SGLang lacks; "" if nothing."""
+    patch = load(name)
+    try:
+        function = _plain(pkgutil.resolve_name(patch.TARGET))
+    except Exception as error:  # importing SGLang's modules may fail in any way
+        return f"{patch.TARGET}: {type(error).__name__}: {error}"
+    parameters = tuple(inspect.signature(function).parameters)
+    if parameters[: len(patch.PARAMETERS)] != patch.PARAMETERS:
+        return (
+            f"{patch.TARGET}({', '.join(parameters)}) begins otherwise than "
+            f"({', '.join(patch.PARAMETERS)})"
+        )
+    return ""
+
+
+def verify_applied(sglang: Installed) -> None:
+    """Raise RuntimeError, with what to do, when a needed hook does not fit or is not in place."""
+    differences = list(filter(None, map(difference, sglang.release.hooks)))
+    if differences:
+        raise RuntimeError(
+            f"--attention-backend prefix: SGLang {sglang.version} differs from what is supported "
+            f"({SUPPORTED}): {'; '.join(differences)}. {INSTALL}"
+        )
+    absent = [patch.TARGET for patch in map(load, sglang.release.hooks) if not _is_applied(patch)]
     if absent:
         raise RuntimeError(
             f"--attention-backend prefix: SGLang did not apply the hook on {', '.join(absent)}. "
@@ -45,15 +70,15 @@ def verify_applied(release: Release) -> None:
 
 
 def _is_applied(patch: ModuleType) -> bool:
-    try:
-        function = pkgutil.resolve_name(patch.TARGET)
-    except (ImportError, AttributeError):
-        return False
     # HookRegistry wraps functions in functions: ours is in a closure of the chain of __wrapped__.
-    function = getattr(function, "__func__", function)
+    function: Callable | None = _plain(pkgutil.resolve_name(patch.TARGET))
     while function is not None:
         cells = getattr(function, "__closure__", None) or ()
         if any(cell.cell_contents is patch.hook for cell in cells):
             return True
         function = getattr(function, "__wrapped__", None)
     return False
+
+
+def _plain(function: Callable) -> Callable:
+    return getattr(function, "__func__", function)

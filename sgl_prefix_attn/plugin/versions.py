@@ -1,52 +1,90 @@
-"""The supported SGLang releases, and what differs between them: one table."""
+"""The SGLang releases that were tried, and what differs between them: one table."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import metadata
+from typing import NamedTuple
+
+from packaging.version import InvalidVersion, Version
+
+_EVERYWHERE = ("server_arguments", "batch_requests", "graph_capture", "graph_key", "graph_gate")
 
 
 @dataclass(frozen=True)
 class Release:
-    """One supported SGLang release.
+    """One SGLang release.
 
     hooks      modules of sgl_prefix_attn.patches that `--attention-backend prefix` relies on
-    cpu_hooks  those that our CPU platform needs besides
     readers    modules of sgl_prefix_attn.paths that read this release's prefix caches
+    cpu_hooks  modules of sgl_prefix_attn.patches that our CPU platform needs besides
     """
 
     version: str
-    hooks: tuple[str, ...] = (
-        "server_arguments",
-        "batch_requests",
-        "remaps",
-        "graph_capture",
-        "graph_key",
-        "graph_gate",
-    )
+    hooks: tuple[str, ...]
+    readers: tuple[str, ...]
     cpu_hooks: tuple[str, ...] = ("cpu_no_triton", "cpu_last_loc")
-    readers: tuple[str, ...] = ("radix_reader", "chunk_reader")
 
 
-RELEASES = (Release("0.5.17"),)
-SUPPORTED = ", ".join(release.version for release in RELEASES)
+def _two_trees(version: str) -> Release:
+    hooks = (*_EVERYWHERE, "keep_prefill_post_init", "remaps", "unified_remaps")
+    return Release(version, hooks, ("radix_reader", "chunk_reader", "unified_node_reader"))
+
+
+def _unified_by_node(version: str) -> Release:
+    hooks = (*_EVERYWHERE, "keep_prefill", "unified_remaps")
+    return Release(version, hooks, ("chunk_reader", "unified_node_reader"))
+
+
+def _unified_by_path(version: str) -> Release:
+    hooks = (*_EVERYWHERE, "keep_prefill", "checkpoint_remaps")
+    return Release(version, hooks, ("unified_path_reader", "unified_node_reader"))
+
+
+RELEASES = (
+    _two_trees("0.5.17"),
+    _two_trees("0.5.18"),
+    _unified_by_node("0.5.19"),
+    _unified_by_node("0.5.20"),
+    _unified_by_node("0.5.21"),
+    _unified_by_path("0.5.22"),
+    _unified_by_path("0.5.23"),
+)
+SUPPORTED = f"{RELEASES[0].version} to {RELEASES[-1].version}"
 INSTALL = f"pip install sglang=={RELEASES[-1].version}"
 
 
-def release_of(version: str | None) -> Release | None:
-    """Return the table's row for a version of SGLang, None where it has none."""
-    # A local tag (0.5.17+cu130) is another build of the same code.
-    public = (version or "").split("+")[0]
-    return next((release for release in RELEASES if release.version == public), None)
+class Installed(NamedTuple):
+    """release: whose hooks and readers are used. tried: whether this very version is in the table;
+    another one is served where all that the hooks rely on is there."""
+
+    version: str
+    release: Release
+    tried: bool
 
 
-def installed() -> Release:
-    """Return the installed SGLang's row. Raises RuntimeError, with what to do, if it has none."""
+def match(version: str) -> Installed | None:
+    """Return the table's row for a version of SGLang: its own, else that of the newest release
+    before it; None for one that is older than all."""
+    try:
+        # A local tag (0.5.17+cu130) is another build of the same code.
+        public = Version(Version(version).public)
+    except InvalidVersion:
+        return None
+    earlier = [release for release in RELEASES if Version(release.version) <= public]
+    if not earlier:
+        return None
+    return Installed(version, earlier[-1], Version(earlier[-1].version) == public)
+
+
+def installed() -> Installed:
+    """Return the installed SGLang and its row. Raises RuntimeError, with what to do, if it has
+    none."""
     version = metadata.version("sglang")
-    release = release_of(version)
-    if release is None:
+    found = match(version)
+    if found is None:
         raise RuntimeError(
             f"--attention-backend prefix: SGLang {version} is installed, supported is {SUPPORTED}: "
             f"{INSTALL}"
         )
-    return release
+    return found

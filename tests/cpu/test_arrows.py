@@ -27,7 +27,7 @@ ROOMS = {
     "explain": {"kernels", "plan", "records"},
     "api": {"execute", "explain", "paths", "plan", "predict", "records"},
     "engine": {"execute", "metrics", "paths", "plan", "predict", "records", "settings", "step"},
-    "patches": {"engine", "settings"},
+    "patches": {"engine"},
     "plugin": {"cpu", "engine", "patches", "settings"},
     "cli": {
         "api",

@@ -9,12 +9,13 @@ import torch.distributed
 import torch.multiprocessing
 
 from sgl_prefix_attn.calibrate.writing import save
-from sgl_prefix_attn.engine import build
+from sgl_prefix_attn.engine import build, sglang_config
 from sgl_prefix_attn.plan import CostModel
 from sgl_prefix_attn.plan.costs import GPU_RATES
 from sgl_prefix_attn.predict import startup, store
 from sgl_prefix_attn.settings import Settings
 from tests.support.calibrations import HEADS, KEY, NUM_SMS, calibration
+from tests.support.parallel import ranks
 
 
 def put_in_cache(home, rates: str):
@@ -83,7 +84,7 @@ def test_other_versions_are_a_warning(home, caplog, monkeypatch):
     assert record.levelno == logging.WARNING and "not 9.0; `sgl-prefix-attn" in record.message
 
 
-def runner(device="cpu", tp_size=1, group=None):
+def runner(device="cpu"):
     return SimpleNamespace(
         device=device,
         page_size=1,
@@ -91,8 +92,6 @@ def runner(device="cpu", tp_size=1, group=None):
         kv_cache_dtype=torch.bfloat16,
         req_to_token_pool=SimpleNamespace(size=4),
         max_total_num_tokens=256,
-        ps=SimpleNamespace(tp_size=tp_size),
-        tp_group=SimpleNamespace(cpu_group=group),
     )
 
 
@@ -118,7 +117,8 @@ def test_a_gpu_server_plans_with_the_calibration_of_its_group(tp_size, monkeypat
     monkeypatch.setattr(build, "PlanExecutor", lambda *args: "executor")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: KEY.gpu)
     monkeypatch.setattr(build, "agreed", agreed)
-    built = build.build(runner("cuda", tp_size, "group"), HEADS, Settings())
+    monkeypatch.setattr(sglang_config, "parallel", lambda: ranks(tp_size, "group"))
+    built = build.build(runner("cuda"), HEADS, Settings())
     assert asked == [(KEY, tiles.num_sms, "group" if tp_size == 2 else None)]
     assert built.planner.costs == calibration().costs
     assert built.calibration == calibration()

@@ -59,7 +59,7 @@ FAULTS = {
     "bad value": (replace(GOOD, env={"SGL_PREFIX_ATTN_STRATEGY": "best"}), "settings"),
     "unknown variable": (replace(GOOD, env={"SGL_PREFIX_ATTN_SPEED": "1"}), "settings"),
     "hook target gone": (
-        replace(GOOD, hooks=(Hook("batch_requests", "sglang.a.b", "why", "no attribute b"),)),
+        replace(GOOD, hooks=(Hook("batch_requests", "sglang.a.b", "why", "a.b: no b"),)),
         "hook batch_requests",
     ),
     "CPU hook target gone": (
@@ -183,17 +183,17 @@ def test_the_calibration_of_a_gpu_is_looked_up(monkeypatch, tmp_path):
     ) and "nothing is measured on NVIDIA X1" in message
 
 
-@pytest.mark.parametrize(("arch", "hint"), [((9, 0), True), ((8, 0), False), ((10, 0), False)])
-def test_on_hopper_the_faster_prefill_is_named(arch, hint):
-    (check,) = (c for c in run_checks(replace(GOOD, arch=arch)) if c.name == "prefill")
-    assert check.status == OK and check.detail.startswith("FlashInfer")
-    assert ("--prefill-attention-backend fa3" in check.detail) == hint
+def test_an_sglang_that_was_not_tried_is_a_warning():
+    checks = run_checks(replace(GOOD, versions=GOOD.versions | {"sglang": "0.5.99"}))
+    (check,) = [check for check in checks if check.status == WARN]
+    assert check.name == "sglang version" and doctor.works(checks)
+    assert f"served as {RELEASES[-1].version}" in check.detail
 
 
 def test_without_sglang_no_hook_is_blamed():
     failed = [c for c in run_checks(replace(GOOD, versions=without("sglang"))) if c.fix]
     assert [check.name for check in failed] == ["sglang", "sglang version"]
-    assert failed[1].fix == "pip install sglang==0.5.17"
+    assert failed[1].fix == f"pip install sglang=={RELEASES[-1].version}"
 
 
 def test_what_the_cpu_can_do_without():
@@ -216,9 +216,15 @@ def test_a_hook_that_does_not_import_is_seen():
 
 def test_every_patch_is_a_hook_of_the_release():
     """The report names what the table of releases names."""
-    release = RELEASES[-1]
-    named = {path.stem for path in Path(patches.__path__[0]).glob("*.py")}
-    assert named == {*release.hooks, *release.cpu_hooks}
+    files = {path.stem for path in Path(patches.__path__[0]).glob("*.py")}
+    assert files == {name for r in RELEASES for name in (*r.hooks, *r.cpu_hooks)}
+
+
+def test_the_trees_are_those_of_the_installed_release(monkeypatch):
+    for version, tree in (("0.5.17", "RadixCache,"), ("0.5.23", "in Rust")):
+        facts = [doctor_facts._first_line(r) for r in doctor_facts._release(version).readers]
+        (check,) = [c for c in run_checks(replace(GOOD, trees=tuple(facts))) if "tree" in c.name]
+        assert tree in check.detail
 
 
 @pytest.mark.parametrize("opted_in", ["0", "1"])

@@ -89,6 +89,7 @@ CHANGES = {
     "protected": ("mapping", lambda c, r, n: (changed(r, 1, cache_protected_len=9), n)),
     # Of every request retracted at once (pause_generation): same objects and lengths, other slots.
     "allocation": ("mapping", lambda c, r, n: (changed(r, 3, kv=allocation()), n)),
+    "retracted": ("mapping", lambda c, r, n: (changed(r, 3, retraction_count=1), n)),
     # Mixed chunks and stock steps do not call stepped(): the plan lacks their tokens.
     "not_appended": ("lengths", lambda c, r, n: (r, n + 3)),
     "one_length": ("lengths", lambda c, r, n: (r, n + np.array([0, 0, 0, 1]))),

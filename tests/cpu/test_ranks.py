@@ -1,23 +1,18 @@
 """Tensor-parallel ranks agree over a real process group, or nothing is asked of it."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch.distributed
 import torch.multiprocessing
 
+from sgl_prefix_attn.engine import sglang_config
 from sgl_prefix_attn.engine.ranks import agreement, raise_unless_alike
 from sgl_prefix_attn.settings import Settings
+from tests.support.parallel import ranks
 
 
-def runner(size, group=None):
-    return SimpleNamespace(
-        ps=SimpleNamespace(tp_size=size), tp_group=SimpleNamespace(cpu_group=group)
-    )
-
-
-def test_one_rank_decides_alone_and_needs_no_process_group():
-    agree = agreement(runner(1))
+def test_one_rank_decides_alone_and_needs_no_process_group(monkeypatch):
+    monkeypatch.setattr(sglang_config, "parallel", ranks)
+    agree = agreement()
     assert agree(True) and not agree(False)
     raise_unless_alike(Settings(), None)
 
@@ -27,7 +22,8 @@ def rank(index, store, says, settings, results):
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=index, world_size=2
     )
-    agree = agreement(runner(2, torch.distributed.group.WORLD))
+    sglang_config.parallel = lambda: ranks(2, torch.distributed.group.WORLD)  # of this process
+    agree = agreement()
     heard = [agree(answers[index]) for answers in says]
     for each in settings:
         try:

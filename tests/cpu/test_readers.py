@@ -7,11 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_prefix_attn.patches import remaps as remaps_hook
+from sgl_prefix_attn.patches import checkpoint_remaps, remaps, unified_remaps
 from sgl_prefix_attn.paths.readers import reader_of, unsupported_tree
 from sgl_prefix_attn.paths.tree_reader import RunningBatch, TreeInvariantError, check_paths
 from sgl_prefix_attn.plugin.versions import RELEASES
-from tests.support.fake_sglang import ChunkCache, HiRadixCache, RadixCache, Req, World, path
+from tests.support.fake_sglang import (
+    CORES,
+    TREES,
+    ChunkCache,
+    HiRadixCache,
+    RadixCache,
+    RecordReq,
+    Req,
+    World,
+)
 from tests.support.forests import chain
 
 PROMPTS = st.lists(
@@ -19,8 +28,11 @@ PROMPTS = st.lists(
 )  # three letters: prompts share, split and repeat each other
 
 
-def world_of(prompts) -> World:
-    world = World()
+every_tree = pytest.mark.parametrize("tree", TREES)
+
+
+def world_of(prompts, tree="radix") -> World:
+    world = World(tree=tree)
     for prompt in prompts:
         world.add(prompt)
     return world
@@ -38,26 +50,28 @@ def check(paths, world, grown=1):
     check_paths(paths, world.batch(grown), reader_of(world.cache))
 
 
+@every_tree
 @given(PROMPTS)
-@settings(max_examples=200, deadline=None)
-def test_paths_are_the_tree(prompts):
-    world = world_of(prompts)
+@settings(max_examples=100, deadline=None)
+def test_paths_are_the_tree(tree, prompts):
+    world = world_of(prompts, tree)
     paths = read(world)
     assert (paths.parent < np.arange(len(paths.parent))).all(), "parents come before children"
     assert len(set(paths.node_id.tolist())) == len(paths.node_id), "each node once"
     for i, req in enumerate(world.reqs):
         nodes = chain(paths, i)
-        assert [int(paths.node_id[n]) for n in nodes] == [node.id for node in path(req)]
-        assert sum(int(paths.length[n]) for n in nodes) == req.cache_protected_len
+        assert [int(paths.node_id[n]) for n in nodes] == [node.id for node in world.path(req)]
+        assert sum(int(paths.length[n]) for n in nodes) == len(prompts[i])
     reached = {n for i in range(len(world.reqs)) for n in chain(paths, i)}
     assert reached == set(range(len(paths.parent))), "no node without a request"
     check(paths, world)
 
 
+@every_tree
 @given(PROMPTS, st.data())
-@settings(max_examples=100, deadline=None)
-def test_check_finds_any_wrong_length(prompts, data):
-    world = world_of(prompts)
+@settings(max_examples=50, deadline=None)
+def test_check_finds_any_wrong_length(tree, prompts, data):
+    world = world_of(prompts, tree)
     paths = read(world)
     if not len(paths.length):
         return
@@ -67,8 +81,9 @@ def test_check_finds_any_wrong_length(prompts, data):
         check(dataclasses.replace(paths, length=length), world)
 
 
-def test_check_says_what_is_wrong_and_where():
-    world = world_of([[0, 0, 1, 1], [0, 0, 2, 2]])
+@every_tree
+def test_check_says_what_is_wrong_and_where(tree):
+    world = world_of([[0, 0, 1, 1], [0, 0, 2, 2]], tree)
     paths = read(world)
     # A shift that keeps the sum.
     length = np.where(paths.parent < 0, paths.length + 1, paths.length - 1)
@@ -77,13 +92,14 @@ def test_check_says_what_is_wrong_and_where():
     with pytest.raises(TreeInvariantError, match="seq_len is 4"):
         check(read_batch(world.batch(grown=0)), world)  # the newest token is no one's own
     world.req_to_token[1, 2] += 1
-    node = world.reqs[1].last_node
+    node = world.path(world.reqs[1])[-1]
     with pytest.raises(TreeInvariantError, match=rf"request r1: node {node.id} .* at position 2"):
         check(paths, world)
 
 
-def test_split_in_mid_decode_keeps_the_old_id_at_the_rest():
-    world = world_of([[0, 1, 2, 0]])
+@every_tree
+def test_split_in_mid_decode_keeps_the_old_id_at_the_rest(tree):
+    world = world_of([[0, 1, 2, 0]], tree)
     before = read(world)
     world.add([0, 1, 0])
     after = read(world)
@@ -94,17 +110,20 @@ def test_split_in_mid_decode_keeps_the_old_id_at_the_rest():
     check(after, world)
 
 
-def test_join_and_leave_change_only_their_own_paths():
-    world = world_of([[0, 1], [0, 1, 2], [2]])
+@every_tree
+def test_join_and_leave_change_only_their_own_paths(tree):
+    world = world_of([[0, 1], [0, 1, 2], [2]], tree)
     all_paths = read(world)
     del world.reqs[1]
     rest = read(world)
     assert [len(chain(rest, i)) for i in (0, 1)] == [len(chain(all_paths, i)) for i in (0, 2)]
 
 
-def test_requests_without_a_path():
-    world = world_of([[], [0, 1]])
-    retracted = Req("gone", None)  # SGLang clears node and row when it retracts a request
+@every_tree
+def test_requests_without_a_path(tree):
+    world = world_of([[], [0, 1]], tree)
+    # SGLang clears node and row when it retracts a request.
+    retracted = (RecordReq if tree in CORES else Req)("gone", None)
     reqs = [*world.reqs, retracted]
     batch = RunningBatch(reqs, world.cache, np.array([5, 3, 4]), world.req_to_token)
     paths = read_batch(batch)
@@ -121,14 +140,15 @@ def test_the_root_of_a_tree_that_was_reset_since_ends_the_path():
     assert read(world).length.tolist() == [3]
 
 
-def test_radix_cache_off_is_single_tails():
+@pytest.mark.parametrize("off", [ChunkCache(), World(tree="unified_by_path").cache])
+def test_radix_cache_off_is_single_tails(off):
     reqs = [Req("a", 0), Req("b", 1)]
-    paths = read_batch(RunningBatch(reqs, ChunkCache(), np.array([4, 9]), None))
+    paths = read_batch(RunningBatch(reqs, off, np.array([4, 9]), None))
     assert paths.leaf.tolist() == [-1, -1] and not len(paths.parent)
 
 
 def test_other_caches_are_refused_with_their_name():
-    assert unsupported_tree(World().cache) is None
+    assert all(unsupported_tree(World(tree=tree).cache) is None for tree in TREES)
     assert unsupported_tree(ChunkCache()) is None
     # A subclass keeps its values elsewhere.
     assert unsupported_tree(HiRadixCache()) == "tree:HiRadixCache"
@@ -138,8 +158,51 @@ def test_other_caches_are_refused_with_their_name():
     assert reader_of(HiRadixCache()) is None
 
 
-def test_each_node_is_walked_once():
-    world = World()
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("tree_components", (0, 1), "tree:components"),
+        ("cache_controller", object(), "tree:hicache"),
+        ("linker", object(), "tree:linker"),
+        ("tree_core", type("RustTreeCore", (), {})(), "tree:RustTreeCore"),  # shows no path
+    ],
+)
+def test_unified_trees_that_cannot_be_read_say_why(field, value, reason):
+    cache = World(tree="unified_by_path").cache
+    setattr(cache, field, value)
+    assert unsupported_tree(cache) == reason and reader_of(cache) is None
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_kv_that_a_streaming_session_owns_is_no_path(tree):
+    world = world_of([[0, 1, 2], [0, 1, 3]], tree)
+    own = world.reqs[1]
+    own.last_node = type("_VirtualNode", (), {})()  # what SGLang gives such a request
+    paths = read(world)
+    assert chain(paths, 1) == [] and len(chain(paths, 0)) == 2
+    check(paths, world)
+
+
+@pytest.mark.parametrize("inner", [RadixCache(), ChunkCache(), HiRadixCache()])
+def test_the_cache_inside_of_a_session_cache_is_read(inner):
+    module = "sglang.srt.session.streaming_session"
+    sessions = type("StreamingSession", (), {"__module__": module, "inner": inner})()
+    assert reader_of(sessions) is reader_of(inner)
+    assert unsupported_tree(sessions) == unsupported_tree(inner)
+
+
+def test_tokens_that_are_not_on_the_device_are_no_path():
+    """HiCache may keep a node's tokens on the host alone."""
+    world = world_of([[0, 1, 2]], "unified_by_path")
+    node = world.path(world.reqs[0])[0]
+    node.value = None
+    with pytest.raises(TreeInvariantError, match=rf"node {node.id} has None slots .* 3 tokens"):
+        read(world)
+
+
+@pytest.mark.parametrize("tree", ["radix", "unified_by_node"])
+def test_each_node_is_walked_once(tree):
+    world = World(tree=tree)
     deep = [i % 3 for i in range(60)]
     for end in range(1, 61):
         world.insert(deep[:end])  # a chain of 60 nodes
@@ -153,27 +216,33 @@ def test_each_node_is_walked_once():
 
         parent = parent.setter(lambda self, value: self.__dict__.update(parent=value))
 
-    for node in [world.insert(deep[:end]) for end in range(1, 61)]:
-        node.__class__ = Counted
     for _ in range(16):
         world.add(deep)
-    visited.clear()
+    for node in [world.insert(deep[:end]) for end in range(1, 61)]:
+        node.__class__ = Counted
     read(world)
     assert len(visited) <= 2 * 60 + 2 * 16
 
 
-def test_remaps_are_counted_for_each_cache():
-    first, second = World().cache, World().cache
+@every_tree
+def test_remaps_are_counted_for_each_cache(tree):
+    first, second = World(tree=tree).cache, World(tree=tree).cache
     assert reader_of(first).remaps(first) is None, "nothing was counted yet"
     counts = []
     for _ in range(3):
-        remaps_hook.hook(first, object(), chunked=True)
+        remaps.hook(first, object(), chunked=True)
         counts.append(reader_of(first).remaps(first))
     assert len(set(counts)) == 3 and None not in counts
     assert reader_of(second).remaps(second) is None
 
 
+def test_one_count_serves_the_hooks_on_all_trees():
+    assert remaps.hook is unified_remaps.hook is checkpoint_remaps.hook
+    assert len({patch.TARGET for patch in (remaps, unified_remaps, checkpoint_remaps)}) == 3
+
+
 def test_the_release_table_names_the_readers_that_are_chosen():
-    chosen = {type(reader_of(cache())).__module__ for cache in (RadixCache, ChunkCache)}
-    for release in RELEASES:
-        assert {f"sgl_prefix_attn.paths.{name}" for name in release.readers} == chosen
+    caches = [RadixCache(), ChunkCache(), *(World(tree=tree).cache for tree in CORES)]
+    chosen = {type(reader_of(cache)).__module__ for cache in caches}
+    named = {name for release in RELEASES for name in release.readers}
+    assert {f"sgl_prefix_attn.paths.{name}" for name in named} == chosen

@@ -36,7 +36,8 @@ def runs(tmp_path_factory):
     for backend in (REFERENCE, NOISE, TESTED):
         faults = ("", ONE_FAILS) if backend == TESTED else ("",)
         scenarios = tuple((SCENARIO, fault) for fault in faults)
-        jobs[backend] = (Config(f"two-gpus-{backend}", scenarios, ENGINE, env), backend)
+        engine = ENGINE | (one_gpu.SAME_PREFILL if backend == TESTED else {})
+        jobs[backend] = (Config(f"two-gpus-{backend}", scenarios, engine, env), backend)
     return one_gpu.first_alone(jobs, tmp_path_factory.mktemp("engines"))
 
 

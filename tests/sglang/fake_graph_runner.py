@@ -14,7 +14,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sgl_prefix_attn.plugin import entry_point
-from tests.sglang.fake_server import HKV, HQ, D
+from tests.sglang.fake_server import HKV, HQ, Batch, D
 
 MIB = 2**20
 STOCK_STEP = ["out_graph", "in_graph", "decode"]  # what the stock backend sees of a replay
@@ -75,6 +75,9 @@ class Device:
         def record(self):
             pass
 
+    def is_current_stream_capturing(self):
+        return False
+
 
 class GraphRunner(DecodeCudaGraphRunner):
     """Runner of a tests.sglang.fake_server.Server with graphs of the given batch sizes."""
@@ -82,6 +85,7 @@ class GraphRunner(DecodeCudaGraphRunner):
     def __init__(self, server, sizes=(1, 2, 4), mode=ForwardMode.DECODE):
         entry_point.register()
         HookRegistry.apply_hooks()
+        server.publish_config()
         self.server, self.keys = server, []  # keys: every one that was made
         self.options = {}  # what the model passes to attention
         model_runner = self.model_runner = server.runner
@@ -111,9 +115,26 @@ class GraphRunner(DecodeCudaGraphRunner):
             seq_lens_cpu=torch.ones(self.max_bs, dtype=torch.int64),
             out_cache_loc=torch.zeros(self.max_bs, dtype=torch.int64),
             mamba_track_indices=None,
+            num_token_non_padded=None,
         )
         self.buffer_registry = SimpleNamespace(fill_from=self._fill)
+        self._set_what_later_releases_read()
         self.attn_backend.init_cuda_graph_state(self.max_bs, self.max_bs)
+
+    def _set_what_later_releases_read(self):
+        """Nothing of it is in use."""
+        self.model_runner.capture_head_hooks = []
+        self.model_runner.model.shared_experts_config = None
+        self.model_runner.lora_manager = self.model_runner.kv_index_translator = None
+        self.device = "cpu"
+        self.attention_graph_variants = self.dllm_attention = self.dllm_input_preparation = None
+        self.dllm_uses_input_embeds = self.use_ngram_embedding = False
+        self._metadata_prep_fork_resolved, self._metadata_prep_fork = True, None
+        self._metadata_glue = self._early_verify_metadata = None
+        self._draft_metadata_glue = self._target_metadata_glue = False
+        self._skips_prefilled_inputs = self._skip_glued_replay_view = False
+        self.in_graph_metadata_prep_done = None
+        self.require_attn_tp_gather = self.record_nolora_graph = False
 
     def capture(self):
         """As SGLang's _capture_one_stream: the largest size first, "lora" before "nolora"."""
@@ -155,7 +176,7 @@ class GraphRunner(DecodeCudaGraphRunner):
     def _batch(self, size, mode):
         names = vars(self.buffers)
         fields = {k: names[k][:size] for k in names if names[k] is not None}
-        return SimpleNamespace(batch_size=size, forward_mode=mode, lora_ids=None, **fields)
+        return Batch(batch_size=size, forward_mode=mode, lora_ids=None, **fields)
 
     def _fill(self, batch, *, raw_bs, padded_bs, **_):
         for name, padding in (("seq_lens", 1), ("seq_lens_cpu", 1), ("out_cache_loc", 0)):

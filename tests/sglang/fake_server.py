@@ -7,14 +7,14 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_prefix_attn.engine import backend as backend_module
+from sgl_prefix_attn.engine import sglang_config
 from sgl_prefix_attn.engine.backend import PrefixAttnBackend
 from sgl_prefix_attn.settings import Settings
 from tests.support.fake_sglang import World
+from tests.support.parallel import ranks
 
 HQ, HKV, D = 4, 2, 8
 PLAIN_SERVER = {
-    "dcp_size": 1,
-    "pp_size": 1,
     "enable_dp_attention": False,
     "enable_two_batch_overlap": False,
     "enable_pdmux": False,
@@ -51,6 +51,15 @@ class Stock(AttentionBackend):
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
         self.calls.append("extend")
         return q
+
+
+class Batch(SimpleNamespace):
+    """A ForwardBatch: optional fields that a test does not set are None, as in SGLang's."""
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
 
 
 class Pool:
@@ -91,19 +100,22 @@ class Server:
             dtype=torch.float32,
             kv_cache_dtype=torch.float32,
             is_draft_worker=False,
+            kv_index_translator=None,
             max_total_num_tokens=4096,
             model=torch.nn.Sequential(self.layer),
             req_to_token_pool=SimpleNamespace(size=16, req_to_token=self.world.req_to_token),
             token_to_kv_pool=Pool(4096),
-            ps=SimpleNamespace(tp_rank=0, tp_size=tp_size, pp_rank=0),
-            tp_group=SimpleNamespace(cpu_group=None),
             server_args=SimpleNamespace(
                 enable_metrics=False,
                 decode_log_interval=40,
                 **PLAIN_SERVER,
             ),
         )
+        self.parallel = ranks(tp_size)
+        monkeypatch.setattr(sglang_config, "parallel", lambda: self.parallel)
+        monkeypatch.setattr(sglang_config, "options", lambda server_args: server_args)
         monkeypatch.setattr(backend_module, "create_stock", lambda runner: self.stock)
+        self._monkeypatch = monkeypatch
         self.backend = PrefixAttnBackend(runner, settings)
         self._trace_prefix_kernels(self.backend._executor)
         runner.attn_backend = self.backend
@@ -118,10 +130,21 @@ class Server:
 
         executor.run = traced
 
+    def publish_config(self):
+        """Give SGLang's own runners options to read, until the test ends."""
+        from sglang.srt.runtime_context import get_context
+
+        context = get_context()
+        for name in ("_server_args", "_config_bags", "_overrides_log", "_publish_role"):
+            if hasattr(context, name):
+                self._monkeypatch.setattr(context, name, getattr(context, name))
+        self._monkeypatch.setattr(context.parallel, "_config", context.parallel._config)
+        context.override_server_args().install()
+
     def batch(self, grown, mode=ForwardMode.DECODE):
         lens = torch.from_numpy(self.world.seq_lens(grown))
         rows = torch.arange(len(self.world.reqs))
-        return SimpleNamespace(
+        return Batch(
             forward_mode=mode,
             seq_lens=lens,
             seq_lens_cpu=lens,

@@ -14,6 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from sgl_prefix_attn.paths.radix_reader import RadixReader
+from sgl_prefix_attn.paths.unified_path_reader import UnifiedPathReader
+
+READERS = (RadixReader, UnifiedPathReader)  # and those that derive from them
 
 
 def register():
@@ -29,7 +32,7 @@ def register():
 
 
 def _capture_lora_labels():
-    """Nothing in SGLang 0.5.17 sets record_nolora_graph on the decode runner."""
+    """Not every release sets record_nolora_graph on the decode runner."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     module = "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
@@ -46,13 +49,9 @@ def _read(path: Path) -> str:
 
 def _record_steps(preparer, steps: Path, fault_file: Path):
     prepare = preparer.StepPreparer.prepare
-    mapping, read = RadixReader.mapping, []
-
-    def noted_mapping(self, reqs):
-        read.append(True)
-        return mapping(self, reqs)
-
-    RadixReader.mapping = noted_mapping
+    read = []
+    for reader in READERS:
+        _note_calls(reader, "mapping", read)
     nth_step = {}
 
     def recorded(self, batch):
@@ -91,11 +90,21 @@ def _record_steps(preparer, steps: Path, fault_file: Path):
     preparer.StepPreparer.prepare = recorded
 
 
+def _note_calls(kind, name: str, calls: list):
+    method = getattr(kind, name)
+
+    def noted(*args):
+        calls.append(name)
+        return method(*args)
+
+    setattr(kind, name, noted)
+
+
 def _rank() -> int:
     """Tensor-parallel rank of this scheduler process; known only once its engine starts."""
-    from sglang.srt.distributed import get_tensor_model_parallel_rank
+    from sgl_prefix_attn.engine import sglang_config
 
-    return get_tensor_model_parallel_rank()
+    return sglang_config.parallel().tp_rank
 
 
 def _forces_stock(fault: str, nth: int) -> bool:
@@ -119,18 +128,10 @@ def _within(bounds: list[str], nth: int) -> bool:
 
 
 def _plant_faults(preparer, build, fault_file: Path):
-    read_paths, plan = RadixReader.read_paths, build.Planner.plan_forest
+    plan = build.Planner.plan_forest
     load, append = build.PlanExecutor.load, build.PlanExecutor.append
     stale, init = preparer.PlanLifetime.stale, preparer.StepPreparer.__init__
     nth_plan = {}
-
-    def faulty_read_paths(self, batch):
-        paths = read_paths(self, batch)
-        if _read(fault_file) == "tree_off_by_one" and len(paths.length):
-            length = paths.length.copy()
-            length[0] -= 1
-            return dataclasses.replace(paths, length=length)
-        return paths
 
     def faulty_plan(self, forest):
         fault = _read(fault_file)
@@ -164,10 +165,25 @@ def _plant_faults(preparer, build, fault_file: Path):
 
     preparer.PlanLifetime.stale = faulty_stale
     preparer.StepPreparer.__init__ = faulty_init
-    RadixReader.read_paths = faulty_read_paths
+    for reader in READERS:
+        _shorten_paths(reader, fault_file)
     build.Planner.plan_forest = faulty_plan
     build.PlanExecutor.load = poisoned_load
     build.PlanExecutor.append = faulty_append
+
+
+def _shorten_paths(reader, fault_file: Path):
+    read_paths = reader.read_paths
+
+    def faulty(self, batch):
+        paths = read_paths(self, batch)
+        if _read(fault_file) == "tree_off_by_one" and len(paths.length):
+            length = paths.length.copy()
+            length[0] -= 1
+            return dataclasses.replace(paths, length=length)
+        return paths
+
+    reader.read_paths = faulty
 
 
 def _drop_shared_node(plan) -> np.ndarray:

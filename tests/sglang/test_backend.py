@@ -180,8 +180,8 @@ def test_rank_0_logs_with_the_size_of_its_own_kv(server, monkeypatch):
         "sgl_prefix_attn.engine.counters_of.DecodeLog", lambda *args: size.append(args)
     )
     counters_of(server.runner)
-    server.runner.ps.tp_rank = 1
+    server.parallel.tp_rank = 1
     assert counters_of(server.runner).decode_log is None
-    server.runner.ps = SimpleNamespace(tp_rank=0, pp_rank=1)  # another stage, the same steps
+    server.parallel.tp_rank, server.parallel.pp_rank = 0, 1  # another stage, the same steps
     assert counters_of(server.runner).decode_log is None
     assert size == [(40, KvSize(num_layers=1, token_bytes=2 * HKV * D * 4))]

@@ -64,7 +64,7 @@ def test_check_mode_finds_an_off_by_one_in_the_tree_reader(engines, expected):
     assert all(s["reason"] == "check_failed" for s in steps if len(s["requests"]) == 4)
     assert run.outputs["siblings", "tree_off_by_one"] == expected
     line = next(line for line in run.log.splitlines() if "(check_failed)" in line)
-    for part in ("request ", "node ", "position ", "cache_protected_len"):
+    for part in ("request ", "node ", "position ", "are protected"):
         assert part in line
 
 

@@ -99,6 +99,7 @@ def test_stock_and_prefix_steps_of_one_size_alternate(server):
 
 
 def test_behind_hybrid_attn_backend_the_same(server):
+    server.publish_config()
     server.runner.server_args.speculative_attention_mode = "prefill"
     server.runner.server_args.speculative_algorithm = None
     server.runner.model_config = SimpleNamespace(context_len=512)

@@ -1,7 +1,9 @@
 """What is read from SGLang's server arguments and layers."""
 
+import dataclasses
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 from sglang.srt.layers.quantization.fp8 import Fp8Config
@@ -16,8 +18,10 @@ from tests.sglang.fake_server import HKV, HQ, PLAIN_SERVER, D, Server
     ("option", "reason"),
     [
         ({}, None),
-        ({"dcp_size": 2}, "parallel:context"),
+        ({"dcp_enabled": True}, "parallel:context"),
         ({"enable_dp_attention": True}, "parallel:dp_attention"),
+        ({"attn_dp_size": 2}, "parallel:dp_attention"),
+        ({"enable_kv_cache_sharding": True}, "parallel:kv_cache_sharding"),
         ({"pp_size": 2}, "parallel:pipeline"),
         ({"enable_two_batch_overlap": True}, "parallel:two_batch_overlap"),
         ({"enable_pdmux": True}, "parallel:pdmux"),
@@ -25,13 +29,16 @@ from tests.sglang.fake_server import HKV, HQ, PLAIN_SERVER, D, Server
         ({"enable_torch_compile": True}, "torch_compile"),
     ],
 )
-def test_options_that_rule_prefix_kernels_out(option, reason):
+def test_options_that_rule_prefix_kernels_out(option, reason, monkeypatch):
+    vars(Server(monkeypatch).parallel).update(option)
     assert unsupported_server(SimpleNamespace(**PLAIN_SERVER | option)) == reason
 
 
 def test_the_options_are_those_of_sglang():
-    fields = ServerArgs.__dataclass_fields__
-    assert {name: fields[name].default for name in PLAIN_SERVER} == PLAIN_SERVER
+    """Of ServerArgs, a dataclass until 0.5.19 and a msgspec.Struct later."""
+    fields = (dataclasses if dataclasses.is_dataclass(ServerArgs) else msgspec.structs).fields
+    defaults = {field.name: field.default for field in fields(ServerArgs)}
+    assert {name: defaults[name] for name in PLAIN_SERVER} == PLAIN_SERVER
 
 
 def test_scales_of_fp8_weights_count_only_where_they_scale(monkeypatch):

@@ -1,16 +1,21 @@
 """What must not start, with a message that says what is supported."""
 
+import ast
 import contextlib
+import importlib.util
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from sglang.srt.configs.model_config import AttentionArch
 
+from sgl_prefix_attn.engine import sglang_config, start_checks
+from sgl_prefix_attn.engine.backend import STOCK_FACTS, PrefixAttnBackend
 from sgl_prefix_attn.patches import server_arguments
 from sgl_prefix_attn.plugin import entry_point, hooks, versions
 from tests.sglang.engine import Config, plain
 
-RELEASE = versions.installed()
+SGLANG = versions.installed()
 
 
 def runner(**model):
@@ -44,63 +49,158 @@ def test_unsupported_models_are_refused_by_name(model, kind):
 
 
 @pytest.mark.parametrize("backends", [("prefix", "prefix"), ("fa3", "prefix"), ("fa3", "fa3")])
-def test_they_are_refused_with_the_arguments_when_the_backend_is_asked_for(backends):
+def test_they_are_refused_with_the_arguments_when_the_backend_is_asked_for(backends, monkeypatch):
     model = runner(attention_arch=AttentionArch.MLA).model_config
-    checked = []
-    server_args = SimpleNamespace(
-        get_attention_backends=lambda: backends, get_model_config=lambda: model
-    )
+    monkeypatch.setattr(sglang_config, "attention_backends", lambda server_args: backends)
+    monkeypatch.setattr(sglang_config, "model_config", lambda server_args: model)
+    checked, server_args = [], object()
     asked = "prefix" in backends
     with pytest.raises(ValueError, match="MLA") if asked else contextlib.nullcontext():
         server_arguments.hook(checked.append, server_args)
     assert checked == [server_args]
 
 
-def test_another_sglang_is_refused_and_gets_no_hooks(monkeypatch):
-    monkeypatch.setattr(versions.metadata, "version", lambda name: "0.5.99")
-    with pytest.raises(RuntimeError, match=r"SGLang 0\.5\.99 is installed, supported is 0\.5\.17"):
-        entry_point.create(runner())
-    monkeypatch.setattr(versions.metadata, "version", lambda name: "0.5.17+cu130")
-    assert versions.installed() == RELEASE
+@pytest.fixture
+def served_model(monkeypatch):
+    model = runner().model_config
+    monkeypatch.setattr(sglang_config, "attention_backends", lambda _: ("fa3", "prefix"))
+    monkeypatch.setattr(sglang_config, "model_config", lambda _: model)
+
+
+def test_planning_inside_a_captured_graph_is_refused(served_model, monkeypatch):
+    from sglang.srt.environ import envs
+
+    if not hasattr(envs, start_checks.GLUE_GRAPH):
+        pytest.skip("this SGLang does not know the variable")
+    start_checks.check(None)
+    monkeypatch.setenv(start_checks.GLUE_GRAPH, "1")
+    with pytest.raises(ValueError, match=start_checks.GLUE_GRAPH):
+        start_checks.check(None)
+
+
+@pytest.mark.parametrize("chosen", [None, "rust"])
+def test_a_readable_tree_is_asked_for_unless_another_was_chosen(served_model, monkeypatch, chosen):
+    from sglang.srt.environ import envs
+
+    variable = getattr(envs, start_checks.TREE_CORE, None)
+    if variable is None or variable.default != "rust":
+        pytest.skip("this SGLang's tree is in Python")
+    from sglang.srt.mem_cache.unified_cache import unified_tree_core_interface as interface
+
+    shows_paths = hasattr(interface.UnifiedTreeCoreInterface, "collect_path_info")
+    # Set first, so that what the check sets is undone as well.
+    monkeypatch.setenv(start_checks.TREE_CORE, chosen or "")
+    if chosen is None:
+        monkeypatch.delenv(start_checks.TREE_CORE)
+    start_checks.check(None)
+    assert variable.get() == ("rust" if chosen or shows_paths else "python")
+
+
+PREFILL = {
+    ("prefix", None, None): (None, None, "prefix"),
+    ("prefix", None, "prefix"): (None, None, "prefix"),
+    # Asked for: it stays.
+    ("prefix", "triton", None): ("prefix", "triton", None),
+    ("prefix", None, "fa3"): ("prefix", None, "fa3"),
+    (None, "prefix", "prefix"): (None, "prefix", "prefix"),
+    ("fa3", None, None): ("fa3", None, None),
+}
+
+
+@pytest.mark.parametrize("given", PREFILL)
+def test_prefix_alone_speaks_of_decode(given):
+    names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    args = SimpleNamespace(**dict(zip(names, given, strict=True)))
+    for _ in range(2):  # SGLang may resolve a record that is resolved
+        start_checks.keep_default_prefill(args)
+        assert tuple(getattr(args, name) for name in names) == PREFILL[given]
+
+
+def test_an_sglang_that_is_too_old_is_refused_and_gets_no_hooks(monkeypatch):
+    for version in ("0.5.16", "0.5.17rc1", "main"):
+        monkeypatch.setattr(versions.metadata, "version", lambda name, version=version: version)
+        with pytest.raises(
+            RuntimeError, match=rf"{version} is installed, supported is 0\.5\.17 to"
+        ):
+            entry_point.create(runner())
 
 
 @pytest.mark.parametrize(
-    ("hopper", "names", "advised"),
+    ("version", "row", "tried"),
     [
-        (True, {"attention_backend": "prefix"}, True),
-        (True, {"prefill_attention_backend": "fa3", "decode_attention_backend": "prefix"}, False),
-        (False, {"attention_backend": "prefix"}, False),
-        (True, {"attention_backend": "prefix", "speculative_algorithm": "EAGLE"}, False),
+        ("0.5.17", "0.5.17", True),
+        ("0.5.17+cu130", "0.5.17", True),
+        ("0.5.19.post1", "0.5.19", False),
+        ("0.5.99", versions.RELEASES[-1].version, False),
+        ("0.6.0rc1", versions.RELEASES[-1].version, False),
     ],
 )
-def test_on_hopper_the_faster_prefill_is_named(monkeypatch, hopper, names, advised):
-    from sglang.srt import utils
-    from sglang.srt.server_args import ServerArgs
+def test_another_sglang_is_served_as_the_release_before_it(version, row, tried):
+    found = versions.match(version)
+    assert (found.version, found.release.version, found.tried) == (version, row, tried)
 
-    monkeypatch.setattr(utils, "is_hopper_with_cuda_12_3", lambda: hopper)
-    backends = dict.fromkeys(
-        ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+
+def test_what_a_hook_relies_on_is_compared_with_sglang(monkeypatch):
+    assert [hooks.difference(name) for name in SGLANG.release.hooks] == [""] * len(
+        SGLANG.release.hooks
     )
-    args = SimpleNamespace(**backends | {"speculative_algorithm": None} | names)
-    args.get_attention_backends = lambda: ServerArgs.get_attention_backends(args)
-    advice = entry_point.prefill_advice(args)
-    wanted = "--prefill-attention-backend fa3 --decode-attention-backend prefix"
-    assert advice.endswith(wanted) if advised else advice is None
+    gate = hooks.load("graph_gate")
+    monkeypatch.setattr(gate, "PARAMETERS", ("self", "batch"))
+    assert "can_run_graph(self, forward_batch" in hooks.difference("graph_gate")
+    with pytest.raises(RuntimeError, match=r"can_run_graph\(self, .*begins otherwise than"):
+        hooks.verify_applied(SGLANG)
+    monkeypatch.setattr(gate, "TARGET", "sglang.srt.no_such_module.function")
+    assert "no_such_module" in hooks.difference("graph_gate")
+
+
+def test_every_fact_that_flashinfer_states_of_itself_is_forwarded():
+    """Read from the source: FlashInfer is not installed without a GPU."""
+    base, stock = (
+        _members(f"sglang.srt.layers.attention.{module}", name)
+        for module, name in (
+            ("base_attn_backend", "AttentionBackend"),
+            ("flashinfer_backend", "FlashInferAttnBackend"),
+        )
+    )
+    # forward_metadata is FlashInfer's own, and read by the graph that start_checks refuses.
+    stated = {name for name in base & stock if name not in vars(PrefixAttnBackend)}
+    assert stated - {"forward_metadata", "_model_runner"} <= set(STOCK_FACTS)
+
+
+def _members(module: str, name: str) -> set[str]:
+    """Methods, class attributes and attributes of self of a class."""
+    tree = ast.parse(Path(importlib.util.find_spec(module).origin).read_text())
+    kind = next(n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == name)
+    found = {n.name for n in kind.body if isinstance(n, ast.FunctionDef)} - {"__init__"}
+    stores = (n for n in ast.walk(kind) if isinstance(getattr(n, "ctx", None), ast.Store))
+    for node in stores:
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.Name) and node in _targets(kind):
+            found.add(node.id)
+    return found
+
+
+def _targets(kind: ast.ClassDef) -> list[ast.expr]:
+    assigned = [n.targets[0] for n in kind.body if isinstance(n, ast.Assign)]
+    return assigned + [n.target for n in kind.body if isinstance(n, ast.AnnAssign)]
 
 
 def test_a_hook_that_sglang_did_not_apply_is_named():
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    needed = [hooks.load(name) for name in RELEASE.hooks]
+    needed = [hooks.load(name) for name in SGLANG.release.hooks]
     if not any(map(hooks._is_applied, needed)):  # no other test of this process has applied them
         with pytest.raises(RuntimeError) as error:
-            hooks.verify_applied(RELEASE)
+            hooks.verify_applied(SGLANG)
         assert all(patch.TARGET in str(error.value) for patch in needed)
-        assert "SGLang 0.5.17" in str(error.value) and "SGLANG_PLUGINS" in str(error.value)
+        assert f"SGLang {versions.SUPPORTED}" in str(error.value) and "SGLANG_PLUGINS" in str(
+            error.value
+        )
     entry_point.register()
     entry_point.register()
     HookRegistry.apply_hooks()
-    hooks.verify_applied(RELEASE)
+    hooks.verify_applied(SGLANG)
 
 
 def test_registration_offers_the_backend_once():

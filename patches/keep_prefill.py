@@ -1,0 +1,15 @@
+"""Leaves prefill to the backend that SGLang chooses: `--attention-backend prefix` means decode."""
+
+from __future__ import annotations
+
+from sgl_prefix_attn.engine.start_checks import keep_default_prefill
+
+TARGET = "sglang.srt.server_args.ServerArgs.resolve_once"
+TYPE = "before"
+PARAMETERS = ("self",)
+WHY = "the backend that serves decode must not change how fast prompts are read"
+
+
+def hook(server_args):
+    """Rewrite the arguments before SGLang resolves them; does nothing a second time."""
+    keep_default_prefill(server_args)

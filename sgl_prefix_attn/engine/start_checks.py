@@ -1,0 +1,84 @@
+"""What a server checks and settles before it loads any weights."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from sgl_prefix_attn.engine import sglang_config
+from sgl_prefix_attn.settings import BACKEND_NAME, Settings
+
+logger = logging.getLogger(__name__)
+
+GLUE_GRAPH = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
+TREE_CORE = "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"
+
+
+def keep_default_prefill(server_args) -> None:
+    """Make `--attention-backend prefix` alone mean decode, before SGLang resolves its arguments:
+    prefill then stays with what SGLang chooses for this GPU and model. A prefill backend that was
+    asked for stays, too."""
+    if server_args.attention_backend != BACKEND_NAME or server_args.prefill_attention_backend:
+        return
+    if server_args.decode_attention_backend in (None, BACKEND_NAME):
+        server_args.attention_backend = None
+        server_args.decode_attention_backend = BACKEND_NAME
+
+
+def check(server_args) -> None:
+    """Refuse what could not work, and see to a radix tree that can be read, where prefix attention
+    was asked for. Raises ValueError."""
+    if BACKEND_NAME not in sglang_config.attention_backends(server_args):
+        return
+    Settings.from_env()
+    raise_if_unsupported(sglang_config.model_config(server_args))
+    _refuse_glue_graph()
+    _ask_for_a_readable_tree()
+
+
+def raise_if_unsupported(model_config) -> None:
+    """Raise ValueError for a model that the backend cannot serve at all."""
+    from sglang.srt.configs.model_config import AttentionArch
+
+    if model_config.attention_arch == AttentionArch.MLA:
+        what = "uses multi-head latent attention (MLA)"
+    elif model_config.is_encoder_decoder:
+        what = "is an encoder-decoder model"
+    else:
+        return
+    architectures = ", ".join(getattr(model_config.hf_config, "architectures", None) or [])
+    raise ValueError(
+        f"--attention-backend {BACKEND_NAME}: {architectures} {what}; supported are decoder-only "
+        "models with multi-head or grouped-query attention. Leave --attention-backend out to take "
+        "SGLang's default."
+    )
+
+
+def _refuse_glue_graph() -> None:
+    from sglang.srt.environ import envs
+
+    variable = getattr(envs, GLUE_GRAPH, None)  # from 0.5.19 on
+    if variable is not None and variable.get():
+        raise ValueError(
+            f"--attention-backend {BACKEND_NAME}: {GLUE_GRAPH} would capture the host's planning "
+            "into a CUDA graph; unset it"
+        )
+
+
+def _ask_for_a_readable_tree() -> None:
+    """Ask for the tree core in Python where the default one shows no paths (SGLang 0.5.21)."""
+    from sglang.srt.environ import envs
+
+    variable = getattr(envs, TREE_CORE, None)
+    if variable is None or variable.is_set() or variable.get() == "python":
+        return
+    from sglang.srt.mem_cache.unified_cache import unified_tree_core_interface as interface
+
+    if not hasattr(interface.UnifiedTreeCoreInterface, "collect_path_info"):
+        os.environ[TREE_CORE] = "python"
+        logger.info(
+            "--attention-backend %s: %s=python, because this SGLang's Rust core does not show "
+            "which prefixes requests share",
+            BACKEND_NAME,
+            TREE_CORE,
+        )
