@@ -80,6 +80,7 @@ class Request:
     cache_protected_len: int
     req_pool_idx: int
     kv: object = field(default_factory=object)
+    retraction_count: int = 0
 
     @property
     def rid(self) -> str:

@@ -5,9 +5,10 @@ A node is named by its id, which SGLang never gives to another one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+from msgspec.structs import astuple
 
 from sgl_prefix_attn.paths.request_fields import fields_of, mapping_of, node_of
 from sgl_prefix_attn.paths.tree_reader import (
@@ -18,45 +19,45 @@ from sgl_prefix_attn.paths.tree_reader import (
 )
 from sgl_prefix_attn.records import PathTable
 
+_FIELDS = 5  # of a node that are read; later releases have more
+
+
+def _paths(core, ends: list[int]) -> Sequence[Sequence[tuple]]:
+    """Return the nodes from the root to each end: id, parent's id, first and last position, slots
+    on the device.
+
+    SGLang wraps each node into a struct, which takes longer than all the rest; what it wraps are
+    tuples of the struct's fields in their order.
+    """
+    binding = getattr(core, "_binding", None)
+    if binding is not None:
+        return binding.collect_path_info(ends)
+    return [[astuple(node) for node in path] for path in core.collect_path_info(ends)]
+
 
 class UnifiedPathReader:
     """TreeReader of sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache over any core that
-    tells paths (from 0.5.22 on)."""
+    tells paths (from 0.5.22 on). Column by column: a loop over the nodes takes twice as long."""
 
     def read_paths(self, batch: RunningBatch) -> PathTable:
-        index: dict[int, int] = {}
-        parent: list[int] = []
-        length: list[int] = []
-        node_id: list[int] = []
-        ends = [node_of(req) for req in batch.reqs]
-        # Each path once: requests of one prompt end at the same node.
-        distinct = [end for end in dict.fromkeys(ends) if end is not None]
-        leaf_of: dict[int | None, int] = {None: -1}
-        paths = batch.tree_cache.tree_core.collect_path_info(distinct)
-        for end, path in zip(distinct, paths, strict=True):
-            above, known = -1, 0
-            for depth in range(len(path), 0, -1):
-                at = index.get(path[depth - 1].node_id)
-                if at is not None:
-                    above, known = at, depth
-                    break
-            for node in path[known:]:
-                tokens = node.path_end - node.path_start
-                if node.full_value_len != tokens:
-                    raise TreeInvariantError(
-                        f"node {node.node_id} has {node.full_value_len} slots on the device for "
-                        f"{tokens} tokens (position {node.path_start})"
-                    )
-                parent.append(above)
-                length.append(tokens)
-                node_id.append(node.node_id)
-                above = index[node.node_id] = len(parent) - 1
-            leaf_of[end] = above
+        ends = [req.last_node for req in batch.reqs]
+        # Each path once, as requests of one prompt end at the same node. What is no id is no path:
+        # None, or the node of a streaming session.
+        distinct = [end for end in dict.fromkeys(ends) if type(end) is int]
+        paths = _paths(batch.tree_cache.tree_core, distinct)
+        # Parents come before children: a dict keeps the order in which its keys came first.
+        nodes = {node[0]: node for path in paths for node in path}
+        columns = list(zip(*nodes.values(), strict=True))[:_FIELDS] or [()] * _FIELDS
+        ids, parents, starts, stops, slots = columns
+        index = dict(zip(ids, range(len(ids)), strict=True))
+        length = np.array(stops, dtype=np.int32) - np.array(starts, dtype=np.int32)
+        if list(slots) != length.tolist():
+            _raise_for_slots(nodes.values())
         return PathTable(
-            parent=np.array(parent, dtype=np.int32),
-            length=np.array(length, dtype=np.int32),
-            node_id=np.array(node_id, dtype=np.int64),
-            leaf=np.array([leaf_of[end] for end in ends], dtype=np.int32),
+            parent=np.array([index.get(node, -1) for node in parents], dtype=np.int32),
+            length=length,
+            node_id=np.array(ids, dtype=np.int64),
+            leaf=np.array([index.get(end, -1) for end in ends], dtype=np.int32),
             seq_lens=np.asarray(batch.seq_lens, dtype=np.int32),
         )
 
@@ -70,9 +71,18 @@ class UnifiedPathReader:
         fields = fields_of(req)
         ends = [end for end in (node_of(req),) if end is not None]
         nodes = [
-            (node.node_id, tree_cache.path_device_indices(end)[node.path_start : node.path_end])
+            (node, tree_cache.path_device_indices(end)[start:stop])
             for end in ends
-            for path in tree_cache.tree_core.collect_path_info(ends)
-            for node in path
+            for path in _paths(tree_cache.tree_core, ends)
+            for node, _, start, stop, *_ in path
         ]
         return RequestPath(nodes, fields.protected_len(req) if ends else 0, fields.row(req))
+
+
+def _raise_for_slots(nodes: Iterable[tuple]) -> None:
+    for node, _, start, stop, slots, *_ in nodes:
+        if slots != stop - start:
+            raise TreeInvariantError(
+                f"node {node} has {slots} slots on the device for {stop - start} tokens "
+                f"(position {start})"
+            )

@@ -47,8 +47,30 @@ def _read(path: Path) -> str:
     return path.read_text().strip() if path.exists() else ""
 
 
+def _count_evictions() -> list[int]:
+    """KV tokens that each eviction of a radix cache freed."""
+    from sglang.srt.mem_cache.radix_cache import RadixCache
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    freed = []
+
+    def count(kind):
+        evict = kind.evict
+
+        def counted(*args, **kwargs):
+            result = evict(*args, **kwargs)
+            freed.append(result.num_tokens_evicted)
+            return result
+
+        kind.evict = counted
+
+    count(RadixCache)
+    count(UnifiedRadixCache)
+    return freed
+
+
 def _record_steps(preparer, steps: Path, fault_file: Path):
-    prepare = preparer.StepPreparer.prepare
+    prepare, evicted = preparer.StepPreparer.prepare, _count_evictions()
     read = []
     for reader in READERS:
         _note_calls(reader, "mapping", read)
@@ -75,6 +97,7 @@ def _record_steps(preparer, steps: Path, fault_file: Path):
             "reason": step.decision.reason,
             "causes": [c for c in after if after[c] != before.get(c, 0)],
             "requests_read": bool(read),
+            "evicted": sum(evicted),
             "requests": [req.rid for req in batch.reqs],
             "seq_lens": batch.seq_lens.tolist(),
             "nodes": plan.stats.num_nodes if plan else None,

@@ -83,6 +83,20 @@ async def late_single_token(engine):
     return await asyncio.gather(*others, after(event, generate(engine, tokens(31, 230), 1)))
 
 
+async def evicting(engine):
+    """One request decodes while others come and go, more than a small pool keeps."""
+    event = asyncio.Event()
+
+    async def one_after_the_other():
+        await event.wait()
+        return [await generate(engine, tokens(90 + i, 100), 2) for i in range(8)]
+
+    first = generate(engine, SYSTEM + tokens(89, 7), 64, at={2: event})
+    sibling = generate(engine, SYSTEM + tokens(88, 9), 60)
+    *two, rest = await asyncio.gather(first, sibling, one_after_the_other())
+    return [*two, *rest]
+
+
 async def two_turns(engine):
     """A second turn continues the first one's output, next to a sibling."""
     ids = SYSTEM + tokens(40, 8)

@@ -16,25 +16,38 @@ CHECKED = {"SGL_PREFIX_ATTN_CHECK": "1", "SGL_PREFIX_ATTN_CHECK_EVERY": "2"}
 
 # Greedy outputs in float32 are those of the model, whatever is scheduled how: one stock engine
 # speaks for every configuration.
-REFERENCE = Config("reference", EVERYTHING)
+REFERENCE = Config("reference", EVERYTHING + plain("evicting"))
 BASE = Config("base", EVERYTHING + FOUND, env=CHECKED)
 CHUNKED = Config(
     "mixed_chunks",
     EVERYTHING,
-    {"chunked_prefill_size": 64, "enable_mixed_chunk": True},
+    {"chunked_prefill_size": 64, "enable_mixed_chunk": True, "schedule_policy": "lof"},
     CHECKED,
 )
 PAGED = Config(
-    "page_16_chunked", EVERYTHING, {"page_size": 16, "chunked_prefill_size": 64}, CHECKED
+    "page_16_chunked",
+    EVERYTHING,
+    {"page_size": 16, "chunked_prefill_size": 64, "schedule_policy": "dfs-weight"},
+    CHECKED,
 )
-RETRACTED = Config("retraction", EVERYTHING, env={"SGLANG_TEST_RETRACT": "1", **CHECKED})
+RETRACTED = Config(
+    "retraction",
+    EVERYTHING + plain("evicting"),
+    {"max_total_tokens": 640},
+    {"SGLANG_TEST_RETRACT": "1", **CHECKED},
+)
 NO_RADIX = Config(
     "no_radix", EVERYTHING, {"disable_radix_cache": True}, {"SGLANG_TEST_RETRACT": "1", **CHECKED}
 )
 NO_OVERLAP = Config(
     "no_overlap",
     EVERYTHING,
-    {"disable_overlap_schedule": True, "chunked_prefill_size": 64, "enable_mixed_chunk": True},
+    {
+        "disable_overlap_schedule": True,
+        "chunked_prefill_size": 64,
+        "enable_mixed_chunk": True,
+        "enable_streaming_session": True,
+    },
     {"SGL_PREFIX_ATTN_HEADROOM": "5", "SGL_PREFIX_ATTN_STRATEGY": "naive", **CHECKED},
 )
 CONFIGS = (BASE, CHUNKED, PAGED, RETRACTED, NO_RADIX, NO_OVERLAP)
@@ -43,7 +56,9 @@ CONFIGS = (BASE, CHUNKED, PAGED, RETRACTED, NO_RADIX, NO_OVERLAP)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 def test_outputs_equal_stock(engines, config):
     stock, prefix = engines.run(REFERENCE, STOCK), engines.run(config)
-    for key in EVERYTHING:
+    for key in config.scenarios:
+        if key[1]:
+            continue  # a planted fault
         assert prefix.outputs[key] == stock.outputs[key], f"{key} differs"
         assert all(prefix.outputs[key]), "every request produced tokens"
 
@@ -77,6 +92,14 @@ def test_extra_key_separates_trees(engines):
     plans = [s for s in prefix.steps["extra_key", ""] if s["nodes"] and len(s["requests"]) == 4]
     # Only the two requests under key "a" share.
     assert plans and all(step["nodes"] == 1 for step in plans)
+
+
+def test_kv_is_evicted_while_others_decode(engines):
+    steps = engines.run(RETRACTED).steps["evicting", ""]
+    assert {(step["variant"], step["reason"]) for step in steps} == {("prefix", "default")}
+    evicted = [step["evicted"] for step in steps if len(step["requests"]) >= 2]
+    assert evicted[-1] > evicted[0], "the radix cache had room for all"
+    assert steps[-1]["mismatches"] == 0
 
 
 def test_radix_cache_off_is_a_forest_of_single_tails(engines):

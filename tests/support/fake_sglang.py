@@ -7,6 +7,7 @@ match ends at a node boundary. It is shown as each of SGLang's caches shows it (
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import torch
 
@@ -74,6 +75,16 @@ class UnifiedTreeCore:
         return self.world.nodes()[node_id]
 
 
+class PathNode(msgspec.Struct, frozen=True):
+    """SGLang's TreePathNodeInfo."""
+
+    node_id: int
+    parent_id: int
+    path_start: int
+    path_end: int
+    full_value_len: int | None
+
+
 class PathTellingCore:
     """Core from 0.5.22 on: paths of numbers, whatever they come from."""
 
@@ -88,9 +99,7 @@ class PathTellingCore:
         for node in ancestors(self.world.nodes()[end]):
             stop = start + len(node.tokens)
             held = None if node.value is None else len(node.value)
-            yield SimpleNamespace(
-                node_id=node.id, path_start=start, path_end=stop, full_value_len=held
-            )
+            yield PathNode(node.id, node.parent.id, start, stop, held)
             start = stop
 
 
