@@ -197,7 +197,6 @@ class Plan:
     stats: PlanStats
     work: PlanWork
     forest: Forest
-    packing: Packing
     packs: Packs
 
 

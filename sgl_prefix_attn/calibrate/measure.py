@@ -61,7 +61,9 @@ class BatchMeter:
         self._q = torch.randn(q_shape, generator=generator, device=device, dtype=dtype)
         self._executor = PlanExecutor(
             new_backend(device, self.heads, dtype, planner.tile_set),
-            Capacity.for_server(max_batch, pool_tokens, planner.headroom, planner.tile_set),
+            Capacity.for_server(
+                max_batch, pool_tokens, planner.headroom, planner.tile_set, self.heads
+            ),
         )
         self._stock_workspace = torch.empty(_STOCK_WORKSPACE, dtype=torch.uint8, device=device)
 

@@ -10,8 +10,8 @@ import torch
 from sgl_prefix_attn.engine.ranks import cpu_group
 from sgl_prefix_attn.execute.backends.choice import new_backend
 from sgl_prefix_attn.execute.executor import PlanExecutor
-from sgl_prefix_attn.execute.params import Capacity
 from sgl_prefix_attn.plan import Planner
+from sgl_prefix_attn.plan.capacity import Capacity
 from sgl_prefix_attn.plan.tile_defaults import default_tile_set
 from sgl_prefix_attn.predict.record import Calibration
 from sgl_prefix_attn.predict.startup import agreed, default_costs, gpu_key
@@ -35,6 +35,13 @@ def build(runner, heads: HeadConfig, settings: Settings) -> Execution:
     """
     tile_set = default_tile_set(runner.device, heads)
     calibration = _calibration(runner, heads, tile_set.num_sms)
+    capacity = Capacity.for_server(
+        max_batch=runner.req_to_token_pool.size,
+        max_tokens=runner.max_total_num_tokens,
+        headroom=settings.headroom,
+        tile_set=tile_set,
+        heads=heads,
+    )
     planner = Planner(
         heads,
         tile_set=tile_set,
@@ -45,14 +52,9 @@ def build(runner, heads: HeadConfig, settings: Settings) -> Execution:
             else calibration.costs
         ),
         headroom=settings.headroom,
+        capacity=capacity,
     )
     planner.warm_up()
-    capacity = Capacity.for_server(
-        max_batch=runner.req_to_token_pool.size,
-        max_tokens=runner.max_total_num_tokens,
-        headroom=settings.headroom,
-        tile_set=tile_set,
-    )
     backend = new_backend(torch.device(runner.device), heads, runner.dtype, tile_set)
     return Execution(planner, PlanExecutor(backend, capacity), calibration)
 

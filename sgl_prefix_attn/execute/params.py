@@ -10,67 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from sgl_prefix_attn.kernels import layout
-from sgl_prefix_attn.plan.tiles import TileSet
-from sgl_prefix_attn.records import HeadConfig, Plan
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """Sizes of an executor's fixed workspace.
-
-    Memory is 4 bytes per word and index slot, and num_qo_heads * (head_dim * dtype size + 8) bytes
-    per partial row.
-    """
-
-    words: int
-    index_slots: int
-    partials: int
-
-    @classmethod
-    def for_server(
-        cls, max_batch: int, max_tokens: int, headroom: int, tile_set: TileSet
-    ) -> Capacity:
-        """Return enough for max_batch requests over max_tokens KV slots.
-
-        Every slot twice, headroom and alignment for every request, and eight parts per request on
-        average. Strategy `query`, which lists a shared slot once per request, may need more.
-        """
-        ctas = 4 * tile_set.num_sms
-        return cls(
-            words=layout.HEADER_WORDS + 128 * max_batch + 32 * ctas,
-            index_slots=2 * max_tokens + (headroom + 32) * max_batch,
-            partials=8 * max_batch + 2 * ctas,
-        )
-
-    @classmethod
-    def for_plans(cls, *plans: Plan) -> Capacity:
-        """Return enough for each of the plans, one at a time."""
-        return cls(
-            words=max(plan.words.size for plan in plans),
-            index_slots=max(plan.num_index_slots for plan in plans),
-            partials=max(1, *(plan.num_partials for plan in plans)),
-        )
-
-    def grown_to(self, need: Capacity) -> Capacity:
-        """Return at least `need`, in powers of two so that growing stays rare."""
-        return Capacity(
-            *(
-                max(have, 1 << (want - 1).bit_length())
-                for have, want in zip(
-                    (self.words, self.index_slots, self.partials),
-                    (need.words, need.index_slots, need.partials),
-                    strict=True,
-                )
-            )
-        )
-
-    def covers(self, plan: Plan) -> bool:
-        """Tell whether a workspace of this size holds the plan."""
-        return (
-            plan.words.size <= self.words
-            and plan.num_index_slots <= self.index_slots
-            and plan.num_partials <= self.partials
-        )
+from sgl_prefix_attn.plan.capacity import Capacity
+from sgl_prefix_attn.records import HeadConfig
 
 
 @dataclass(frozen=True)

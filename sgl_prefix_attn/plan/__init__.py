@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from sgl_prefix_attn.plan.balance import share_within
+from sgl_prefix_attn.plan.capacity import UNLIMITED, Capacity
 from sgl_prefix_attn.plan.costs import CostModel
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.packs import make_packs
@@ -17,6 +19,9 @@ __all__ = ["STRATEGIES", "CostModel", "Planner", "TileConfig", "TileSet"]
 class Planner:
     """Plans decode steps of one head configuration; holds no state between plans.
 
+    A plan that would not fit `capacity` shares less, so that it needs fewer partial rows, and cuts
+    long KV less. With Capacity.for_server every plan fits.
+
     Raises ValueError for an unknown strategy, or tiles too small for a group's query heads.
     """
 
@@ -28,6 +33,7 @@ class Planner:
         strategy: str = "calibrated",
         costs: CostModel | None = None,
         headroom: int = 64,
+        capacity: Capacity = UNLIMITED,
     ):
         if strategy not in STRATEGIES:
             raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}; got {strategy!r}")
@@ -39,6 +45,7 @@ class Planner:
         self.tile_set = tile_set
         self.costs = costs or CostModel.for_gpu("other", heads)
         self.headroom = headroom
+        self.capacity = capacity
 
     def plan(self, paths: PathTable) -> Plan:
         """Plan one decode step. Raises ValueError for paths that do not add up."""
@@ -46,12 +53,22 @@ class Planner:
 
     def plan_forest(self, forest: Forest) -> Plan:
         """Plan one decode step from its shared nodes."""
-        packing = choose_packing(forest, self.strategy, self.costs)
-        packs = make_packs(forest, packing)
+        shared = share_within(forest, self.capacity.partials)
+        plan = self._plan(forest, shared, self.strategy)
+        if not self.capacity.covers(plan):
+            # Too many index slots: merged nodes stand in several segments.
+            plan = self._plan(forest, shared, "naive")
+        return plan
+
+    def _plan(self, forest: Forest, shared: Forest, strategy: str) -> Plan:
+        """Plan the requests of `forest`, of which they share `shared`."""
+        packs = make_packs(shared, choose_packing(shared, strategy, self.costs))
         tiling = tile_packs(packs, self.tile_set, self.costs)
-        splits, work = split_jobs(packs, tiling, self.tile_set, self.costs)
-        return serialize(forest, packing, packs, tiling, splits, work, headroom=self.headroom)
+        splits, work = split_jobs(packs, tiling, self.tile_set, self.costs, self.capacity.partials)
+        return serialize(forest, packs, tiling, splits, work, headroom=self.headroom)
 
     def warm_up(self) -> None:
         """Compile the planner's loops (a few seconds the first time) before serving starts."""
-        self.plan(PathTable.smallest_shared())
+        smallest = PathTable.smallest_shared()
+        self.plan(smallest)
+        share_within(build_forest(smallest), partials=0)

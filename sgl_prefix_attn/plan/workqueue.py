@@ -7,7 +7,7 @@ from numba import njit
 
 from sgl_prefix_attn.kernels import layout as L
 from sgl_prefix_attn.plan.tiles import Tiling
-from sgl_prefix_attn.records import Forest, Packing, Packs, Plan, PlanStats, PlanWork
+from sgl_prefix_attn.records import Forest, Packs, Plan, PlanStats, PlanWork
 
 # Segments start at multiples of this many entries, so that their slots load as whole vectors.
 SEGMENT_ALIGN = 16
@@ -15,7 +15,6 @@ SEGMENT_ALIGN = 16
 
 def serialize(
     forest: Forest,
-    packing: Packing,
     packs: Packs,
     tiling: Tiling,
     splits: np.ndarray,
@@ -57,7 +56,6 @@ def serialize(
         stats=stats,
         work=work,
         forest=forest,
-        packing=packing,
         packs=packs,
     )
 

@@ -212,7 +212,7 @@ def test_plan_work(paths, heads, strategy):
     forest = build_forest(paths)
     packs = make_packs(forest, choose_packing(forest, strategy, maker.costs))
     tiling = tile_packs(packs, maker.tile_set, maker.costs)
-    splits, _ = split_jobs(packs, tiling, maker.tile_set, maker.costs)
+    splits, _ = split_jobs(packs, tiling, maker.tile_set, maker.costs, most_partials=1 << 20)
     parts = parts_of_requests(packs, tiling, splits)
     wanted = plain_plan_work(tiling, splits, maker.tile_set, heads) | {
         "partials": sum(n for n in parts if n > 1),

@@ -66,7 +66,7 @@ def test_rates_are_what_the_gpu_does():
             tiles, known = gpu_tile_set(NUM_SMS, heads), GPU_RATES["H100"]
             planner = Planner(heads, tile_set=tiles, strategy="naive")
             pool = min_pool(page_size)
-            capacity = Capacity.for_server(MAX_QUERIES, pool, planner.headroom, tiles)
+            capacity = Capacity.for_server(MAX_QUERIES, pool, planner.headroom, tiles, heads)
 
             class Meter(FakeMeter):
                 def prefix_us(self, plan, paths):

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from sgl_prefix_attn.execute import reference
 from sgl_prefix_attn.execute.params import Capacity
-from sgl_prefix_attn.plan import STRATEGIES, CostModel, Planner
-from sgl_prefix_attn.plan.tile_defaults import gpu_tile_set
+from sgl_prefix_attn.plan import STRATEGIES
 from sgl_prefix_attn.records import HeadConfig, PlanTooLarge
 from tests.support.forests import path_table, path_tables, planner, random_paths
 from tests.support.problems import assert_attention, make_problem, plain_attention
@@ -130,29 +129,6 @@ def test_a_plan_that_is_too_large_leaves_the_current_one():
             made.load(too_large, other.req_to_token, other.pool)
         assert made.plan is plan
     assert_attention(problem, *run(made, problem))
-
-
-def test_capacity_grows_to_powers_of_two():
-    grown = Capacity(100, 1000, 8).grown_to(Capacity(65, 1025, 9))
-    assert grown == Capacity(128, 2048, 16)
-    assert Capacity(100, 1000, 8).grown_to(Capacity(1, 1, 1)) == Capacity(100, 1000, 8)
-
-
-@pytest.mark.parametrize(
-    ("batch", "shared", "tail", "strategy"),
-    [
-        (16, 0, 250, "calibrated"), (16, 0, 1, "calibrated"), (4096, 512, 1, "calibrated"),
-        (2, 1000, 1, "query"),  # the shared slots are listed for both
-        (1, 0, 100_000, "calibrated"),  # as many parts as there are CTAs
-    ],
-)  # fmt: skip
-def test_what_fills_the_pool_fits_the_workspace_of_a_server(batch, shared, tail, strategy):
-    heads, headroom = HeadConfig(8, 2, 64), 64
-    nodes = [(-1, shared)] if shared else []
-    tiles, costs = gpu_tile_set(132, heads), CostModel.for_gpu("H100", heads)
-    make = Planner(heads, strategy=strategy, tile_set=tiles, costs=costs, headroom=headroom)
-    plan = make.plan(path_table(nodes, [len(nodes) - 1] * batch, [tail] * batch))
-    assert Capacity.for_server(batch, shared + batch * tail, headroom, tiles).covers(plan)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])

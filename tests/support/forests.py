@@ -77,6 +77,26 @@ def path_tables(draw, max_nodes=10, max_batch=9, max_depth=6, lengths=LENGTHS, m
     return random_paths(seed, batch, num_nodes, lengths, max_depth)
 
 
+def nested_paths(batch: int, length: int, tail=3) -> PathTable:
+    """Requests whose prompts are each a prefix of the next one, a node of `length` tokens apart."""
+    nodes = [(level - 1, length) for level in range(batch)]
+    return path_table(nodes, range(batch), [tail] * batch)
+
+
+@st.composite
+def deep_paths(draw, max_batch=40, lengths=LENGTHS):
+    """Chains as deep as the batch is large, with branches: what needs most partial results."""
+    batch = draw(st.integers(2, max_batch))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    straight = draw(st.sampled_from([0.5, 0.9, 1.0]))
+    nodes = [(-1, int(rng.choice(lengths)))]
+    for i in range(1, batch):
+        parent = i - 1 if rng.random() < straight else int(rng.integers(-1, i))
+        nodes.append((parent, int(rng.choice(lengths))))
+    leaf = rng.permutation(batch) if draw(st.booleans()) else rng.integers(0, batch, batch)
+    return path_table(nodes, leaf.tolist(), rng.choice(lengths, batch).tolist())
+
+
 def chain(paths: PathTable, row: int) -> list[int]:
     """Nodes of a request's path, root first."""
     nodes, node = [], int(paths.leaf[row])
