@@ -42,7 +42,8 @@ class Settings:
     headroom: int = _variable(
         64,
         1,
-        "Tokens that every request can grow before its index segment is full and a step replans.",
+        "Tokens that every request can grow before its index segment is full and a step replans; "
+        "4 bytes each, times `--max-running-requests`.",
     )
     max_variant_bs: int = _variable(
         65536,

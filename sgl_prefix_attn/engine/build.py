@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,7 @@ from sgl_prefix_attn.plan.tile_defaults import default_tile_set
 from sgl_prefix_attn.predict.record import Calibration
 from sgl_prefix_attn.predict.startup import agreed, default_costs, gpu_key
 from sgl_prefix_attn.records import HeadConfig, PathTable, Plan
-from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.settings import PREFIX, Settings
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,9 @@ class Execution:
 def build(runner, heads: HeadConfig, settings: Settings) -> Execution:
     """Planner, executor and calibration for the heads of a ModelRunner's layers.
 
-    Raises ValueError when one KV head has more query heads than the largest tile has rows.
+    Raises ValueError for a headroom that does not fit the device's memory.
     """
+    _check_headroom(settings.headroom, runner.req_to_token_pool.size, torch.device(runner.device))
     tile_set = default_tile_set(runner.device, heads)
     calibration = _calibration(runner, heads, tile_set.num_sms)
     capacity = Capacity.for_server(
@@ -57,6 +59,21 @@ def build(runner, heads: HeadConfig, settings: Settings) -> Execution:
     planner.warm_up()
     backend = new_backend(torch.device(runner.device), heads, runner.dtype, tile_set)
     return Execution(planner, PlanExecutor(backend, capacity), calibration)
+
+
+def _check_headroom(headroom: int, max_batch: int, device: torch.device) -> None:
+    """Raise ValueError where spare index slots, 4 bytes each, would fill the memory, or would be
+    more than the plan's int32 words can count."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+    else:
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    wanted, most = 4 * headroom * max_batch, min(free, 4 * 2**30)
+    if wanted > most:
+        raise ValueError(
+            f"{PREFIX}HEADROOM={headroom} takes {wanted:,} bytes for {max_batch} requests, where "
+            f"{most:,} are possible: lower it, or --max-running-requests"
+        )
 
 
 def _calibration(runner, heads: HeadConfig, num_sms: int) -> Calibration | None:

@@ -112,6 +112,7 @@ def test_a_gpu_server_plans_with_the_calibration_of_its_group(tp_size, monkeypat
         return calibration()
 
     tiles = build.default_tile_set("cpu", HEADS)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**30))
     monkeypatch.setattr(build, "default_tile_set", lambda device, heads: tiles)
     monkeypatch.setattr(build, "new_backend", lambda *args: "backend")
     monkeypatch.setattr(build, "PlanExecutor", lambda *args: "executor")
