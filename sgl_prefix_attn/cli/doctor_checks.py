@@ -156,6 +156,11 @@ def check_device(facts: Facts) -> Verdict:
     return FAIL, "torch sees no GPU and the CPU platform is not opted in", fix
 
 
+def check_models(facts: Facts) -> Verdict:
+    """Other models are served too, by stock attention."""
+    return OK, f"{facts.models}; others run stock attention"
+
+
 def check_prefill(facts: Facts) -> Verdict:
     """Prefill stays with SGLang, unless the command line names a backend for it."""
     return OK, "what SGLang chooses for this GPU and model, or --prefill-attention-backend"
@@ -196,6 +201,7 @@ def run_checks(facts: Facts) -> list[Check]:
         Check("settings", *check_settings(facts)),
         *check_hooks(facts),
         Check("device", *check_device(facts)),
+        Check("models", *check_models(facts)),
         Check("prefill", *check_prefill(facts)),
         Check("C compiler", *check_compiler(facts)),
         Check("calibration", *check_calibration(facts)),

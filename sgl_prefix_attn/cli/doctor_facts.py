@@ -38,6 +38,7 @@ class Facts:
     `env` has the variables of SGLang and the plugin, and CC.
     `trees`: what reads the installed SGLang's prefix caches, a sentence each.
     `plugins`: what SGLang would load under our entry point's name.
+    `models`: which ones the kernels of the device run.
     `calibration`: what a server with 32/8 heads would find, its source, and whether the server
     would log it as a warning; "" without a GPU.
     """
@@ -52,6 +53,7 @@ class Facts:
     gpu: str = ""
     arch: tuple[int, int] | None = None
     compiler: str = ""
+    models: str = ""
     calibration: str = ""
     calibration_source: str = ""
     calibration_warning: bool = False
@@ -77,6 +79,7 @@ def gather() -> Facts:
         gpu=gpu,
         arch=arch,
         compiler=_compiler(),
+        models=_models(gpu),
         calibration=calibration,
         calibration_source=source,
         calibration_warning=warning,
@@ -133,6 +136,16 @@ def _gpu() -> tuple[str, tuple[int, int] | None]:
     if not torch.cuda.is_available():
         return "", None
     return torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
+
+
+def _models(gpu: str) -> str:
+    try:
+        import torch
+
+        from sgl_prefix_attn.execute.backends.choice import backend_class
+    except Exception:  # as above
+        return "unknown without torch"
+    return backend_class(torch.device("cuda" if gpu else "cpu")).capabilities.describe()
 
 
 def _calibration() -> tuple[str, str, bool]:

@@ -32,6 +32,7 @@ ROOMS = {
     "cli": {
         "api",
         "calibrate",
+        "execute",
         "explain",
         "step",
         "plan",

@@ -9,7 +9,7 @@ from sgl_prefix_attn.execute.backends.triton_backend import TritonBackend
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.params import Capacity
 from sgl_prefix_attn.kernels import layout
-from sgl_prefix_attn.plan.tile_defaults import default_tile_set
+from sgl_prefix_attn.plan.tile_defaults import default_tile_set, gpu_tile_set
 from sgl_prefix_attn.records import HeadConfig
 from tests.support.forests import path_table, planner
 from tests.support.problems import make_problem
@@ -42,13 +42,15 @@ def test_a_model_that_cannot_run_has_its_reason(device, heads, dtype, reason):
     assert why_no_backend(device, heads, dtype) == reason
 
 
-@pytest.mark.parametrize("group", [1, 7, 48, 64, 128])
-def test_every_group_that_is_said_to_run_has_tiles(group):
-    heads = HeadConfig(group, 1, 64)
-    assert why_no_backend(CPU, heads, torch.float32) is None
-    tile_set = default_tile_set(CPU, heads)
-    tile_set.check_group(group)
-    assert new_backend(CPU, heads, torch.float32, tile_set)
+@pytest.mark.parametrize("head_dim", [16, 128, 256])
+def test_every_group_that_is_said_to_run_has_tiles(head_dim):
+    for group in range(1, 129):
+        heads = HeadConfig(group, 1, head_dim)
+        assert why_no_backend(CPU, heads, torch.float32) is None
+        assert why_no_backend(GPU, heads, torch.bfloat16) is None
+        for tile_set in (default_tile_set(CPU, heads), gpu_tile_set(132, heads)):
+            tile_set.check_group(group)
+            assert new_backend(CPU, heads, torch.float32, tile_set)
 
 
 def test_words_of_another_layout_are_refused():

@@ -190,6 +190,14 @@ def test_an_sglang_that_was_not_tried_is_a_warning():
     assert f"served as {RELEASES[-1].version}" in check.detail
 
 
+def test_the_models_that_prefix_kernels_run_are_named():
+    detail = "bfloat16, float16; heads of 16 to 256 dimensions; 1 to 128 query heads per KV head"
+    assert doctor_facts._models("NVIDIA H100") == detail
+    assert "float32" in doctor_facts._models("")
+    (check,) = (c for c in run_checks(replace(GOOD, models=detail)) if c.name == "models")
+    assert (check.status, check.detail) == (OK, f"{detail}; others run stock attention")
+
+
 def test_without_sglang_no_hook_is_blamed():
     failed = [c for c in run_checks(replace(GOOD, versions=without("sglang"))) if c.fix]
     assert [check.name for check in failed] == ["sglang", "sglang version"]

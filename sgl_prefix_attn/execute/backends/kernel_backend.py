@@ -28,6 +28,14 @@ class Capabilities:
                 return f"{name}:{getattr(heads, name)}"
         return None
 
+    def describe(self) -> str:
+        """Say which models can be run."""
+        dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+        return (
+            f"{', '.join(dtypes)}; heads of {self.head_dims[0]} to {self.head_dims[1]} dimensions; "
+            f"{self.group_sizes[0]} to {self.group_sizes[1]} query heads per KV head"
+        )
+
 
 class KernelBackend(Protocol):
     """Kernels over one layout of a plan's words, for one head configuration.
