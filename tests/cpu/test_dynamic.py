@@ -176,6 +176,29 @@ def test_calibrated_keeps_some_children_and_merges_others():
     assert own_cost(forest, packing, costs) == pytest.approx(best_cost(forest, costs))
 
 
+PLAIN = CostModel(
+    kv_token=1.0, mma_row=0.0, partial=1.0, item=0.0, pack=0.0, launch=0.0, chain=0.0,
+    group_size=4, num_kv_heads=8, row_step=1,
+)  # fmt: skip
+
+
+def test_children_are_kept_by_what_each_saves_per_request():
+    """Above 2 requests the root's pack is bound by tensor cores (0.1 * 4 rows per request and
+    token). The node of 3 requests saves most in all, but least for each of them."""
+    costs = replace(PLAIN, mma_row=0.1, partial=10.0)
+    nodes, leaf = [(-1, 100), (0, 16)], [1, 1, 1, 0, 0, 0]
+    forest = build_forest(path_table(nodes, leaf, [300, 5, 1, 300, 5, 1]))
+    assert cost_of(forest, "calibrated", costs) == pytest.approx(best_cost(forest, costs))
+
+
+def test_on_a_tie_kv_is_shared():
+    """4 tokens of 2 requests: read once with 4 partial results, or twice without any."""
+    forest = build_forest(path_table([(-1, 4)], [0, 0], [9, 9]))
+    cost = [own_cost(forest, packing, PLAIN) for packing in all_packings(forest)]
+    assert cost[0] == cost[-1] == min(cost)
+    assert not choose_packing(forest, "calibrated", PLAIN).tail.any()
+
+
 def test_group_size_makes_partials_dearer():
     """A node of 8 tokens with 4 queries. Without GQA (2 heads of 64, 2 bytes): reading it 4 times
     instead of once costs 3 * 8 * 512 = 12288 bytes, splitting costs 4 + 4 partials of

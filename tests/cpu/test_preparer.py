@@ -10,7 +10,7 @@ from sgl_prefix_attn.paths.radix_reader import RadixReader
 from sgl_prefix_attn.records import Decision, Prediction
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.step.policy import HOLD_STEPS, STOCK_STEPS
-from tests.support.fake_sglang import HiRadixCache
+from tests.support.fake_sglang import HiRadixCache, World
 from tests.support.steps import Failing, Times, planner, preparer, run, shared_world
 
 DEFAULT, ERROR = Decision("prefix", "default"), Decision("stock", "planner_error")
@@ -34,6 +34,16 @@ def test_plans_once_and_counts_every_step(world):
         "query_centric": 4 * 42 + 4 * 43,
         "unique": 40 + 4 * 2 + 40 + 4 * 3,
     }
+
+
+def test_steps_before_a_new_plan_are_counted_with_the_old_one(world):
+    """Steps are counted some at a time."""
+    steps = preparer()
+    run(steps, world, 1)
+    run(steps, world, 2)
+    world.reqs.pop()
+    run(steps, world, 3)
+    assert steps.counters.kv_tokens["read"] == (40 + 4 * 2) + (40 + 4 * 3) + (40 + 3 * 4)
 
 
 def test_replans_by_cause(world):
@@ -166,6 +176,15 @@ def test_check_mode_verifies_every_step_and_names_the_place(world, caplog):
     assert "request r2" in caplog.text and "position 7" in caplog.text
     world.req_to_token[2, 7] -= 1
     assert run(steps, world, 3).new_plan is not None, "the failed step was not appended"
+
+
+def test_check_mode_verifies_paths_of_a_single_node():
+    world = World()
+    for _ in range(2):
+        world.add([0] * 8, tail=20)
+    world.req_to_token[1, 7] += 1
+    decision = run(preparer(Settings(check=True)), world, 1).decision
+    assert decision == Decision("stock", "check_failed")
 
 
 def test_cross_checks_every_nth_prefix_step(world):

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 import sgl_prefix_attn
 from sgl_prefix_attn import PrefixDecodeWrapper
+from sgl_prefix_attn.execute.backends.torch_backend import TorchBackend
 from sgl_prefix_attn.execute.lse import Lse, merge_states
 from sgl_prefix_attn.plan import STRATEGIES
 from sgl_prefix_attn.records import HeadConfig
 from tests.support.forests import path_table, path_tables
 from tests.support.problems import assert_attention, make_problem
-from tests.support.running import paths_of, planned_wrapper, wrapper
+from tests.support.running import paths_of, plan_wrapper, planned_wrapper, wrapper
 
 HEADS = HeadConfig(8, 2, 32)
 
@@ -117,6 +118,21 @@ def test_plans_follow_each_other():
         run(made, problem)
         made.append(problem.grow(torch.Generator().manual_seed(batch)))
         run(made, problem)
+
+
+def test_lengths_stay_where_a_captured_graph_reads_them(monkeypatch):
+    layers = []
+    monkeypatch.setattr(
+        TorchBackend, "forward", lambda self, workspace, layer: layers.append(layer)
+    )
+    made = wrapper(HEADS)
+    for batch in (5, 3, 5):
+        problem = make_problem(path_table([(-1, 50)], [0] * batch, [9] * batch), HEADS)
+        plan_wrapper(made, problem)
+        made.run(problem.q, (problem.k, problem.v))
+        made.append(problem.last_slots(1))
+        made.run(problem.q, (problem.k, problem.v))
+    assert len({layer.seq_lens.data_ptr() for layer in layers}) == 1
 
 
 def test_a_refused_plan_leaves_the_current_one():
