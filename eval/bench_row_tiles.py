@@ -28,7 +28,8 @@ from sgl_prefix_attn.execute.backends.gluon_backend import GluonBackend
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.params import Capacity, LayerParams
 from sgl_prefix_attn.plan.forest import build_forest
-from sgl_prefix_attn.plan.row_tile_planner import Cut, RowTilePlanner
+from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
+from sgl_prefix_attn.plan.row_tiles import Cut
 from sgl_prefix_attn.records import HeadConfig, PathTable
 
 _JUDGED_ROWS = 48

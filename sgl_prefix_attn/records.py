@@ -9,6 +9,7 @@ Arrays are numpy on the host. B is the number of requests, N the number of nodes
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -177,15 +178,38 @@ class PlanWork:
     most_parts: int
 
 
-@dataclass(frozen=True)
-class Plan:
-    """One decode step, serialised for the kernels; valid for any KV pool with the same slots.
+class StepPlan(Protocol):
+    """What the plans of all families of kernels tell: more is between a planner and its kernels.
 
-    words           int32 [...]  layout in kernels/layout.py
+    words           int32 [...]  in the layout that the family's kernels read
     num_index_slots entries that kv_indices needs (headroom included)
     num_partials    rows of partial_out and lse that the step needs
+    longest         KV tokens of the longest segment
     appends_left    tokens that every request may grow before its headroom is full
-    seq_lens        int32 [B] lengths at planning time
+    """
+
+    @property
+    def words(self) -> np.ndarray: ...
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def num_index_slots(self) -> int: ...
+    @property
+    def num_partials(self) -> int: ...
+    @property
+    def longest(self) -> int: ...
+    @property
+    def appends_left(self) -> int: ...
+    @property
+    def stats(self) -> PlanStats: ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One decode step as packs, a StepPlan; valid for any KV pool with the same slots.
+
+    words     int32 [...]  layout in kernels/layout.py
+    seq_lens  int32 [B] lengths at planning time
     """
 
     words: np.ndarray
@@ -198,6 +222,10 @@ class Plan:
     work: PlanWork
     forest: Forest
     packs: Packs
+
+    @property
+    def longest(self) -> int:
+        return int((self.packs.kv_end - self.packs.kv_start).max(initial=1))
 
 
 @dataclass(frozen=True)

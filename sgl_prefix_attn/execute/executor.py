@@ -8,7 +8,7 @@ import torch
 from sgl_prefix_attn.execute.backends.kernel_backend import KernelBackend
 from sgl_prefix_attn.execute.params import Capacity, LayerParams
 from sgl_prefix_attn.kernels import layout
-from sgl_prefix_attn.records import Plan, PlanTooLarge
+from sgl_prefix_attn.records import PlanTooLarge, StepPlan
 
 _UPLOAD_RING = 3  # with overlap scheduling an upload may still be queued when the next is written
 
@@ -24,12 +24,14 @@ class PlanExecutor:
     def __init__(self, backend: KernelBackend, capacity: Capacity):
         self.capacity = capacity
         self.backend = backend
-        self.plan: Plan | None = None
+        self.plan: StepPlan | None = None
         self.workspace = backend.new_workspace(capacity)
         on_gpu = self.workspace.words.device.type == "cuda"
         self._upload = _UploadRing(capacity.words) if on_gpu else None
 
-    def load(self, plan: Plan, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor) -> None:
+    def load(
+        self, plan: StepPlan, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor
+    ) -> None:
         """Make `plan` the current one and copy the slots of its segments.
 
         req_to_token int32 [rows, positions] and req_pool_indices [B] are read now and never again.

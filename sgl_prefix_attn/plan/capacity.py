@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sgl_prefix_attn.kernels import layout
 from sgl_prefix_attn.plan.tiles import TileSet
-from sgl_prefix_attn.records import HeadConfig, Plan
+from sgl_prefix_attn.records import HeadConfig, StepPlan
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Capacity:
         )
 
     @classmethod
-    def for_plans(cls, *plans: Plan) -> Capacity:
+    def for_plans(cls, *plans: StepPlan) -> Capacity:
         """Return enough for each of the plans, one at a time."""
         return cls(
             words=max(plan.words.size for plan in plans),
@@ -68,7 +68,7 @@ class Capacity:
             )
         )
 
-    def covers(self, plan: Plan) -> bool:
+    def covers(self, plan: StepPlan) -> bool:
         """Tell whether a workspace of this size holds the plan."""
         return (
             plan.words.size <= self.words

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from sgl_prefix_attn.plan.row_tile_time import RowTileRates, part_costs, predict
 from sgl_prefix_attn.plan.row_tile_words import RowTilePlan, serialize_row_tiles
 from sgl_prefix_attn.plan.row_tiles import (
     B_MASKED,
+    Cut,
     LeafOrder,
     RowTiles,
     cut_at_roots,
@@ -28,24 +29,10 @@ LEAST_BLOCKS = 2
 HOPELESS = 1.6
 
 
-@dataclass(frozen=True)
-class Cut:
-    """One way to cut a step: the order of its requests, tiles, parts int [T] of each tile, costs
-    float [T] from part_costs, and the predicted microseconds."""
-
-    leaves: LeafOrder
-    tiles: RowTiles
-    parts: np.ndarray
-    costs: np.ndarray
-    us: float
-
-    @property
-    def most_queries(self) -> int:
-        return int(np.diff(self.tiles.edge).max(initial=0))
-
-
 class RowTilePlanner:
     """Plans decode steps of one head configuration; holds no state between plans.
+
+    fits  whether the workspace holds a plan: of several cuts only those that do are taken
 
     Raises ValueError for a group of more query heads than a tile has rows.
     """
@@ -56,7 +43,8 @@ class RowTilePlanner:
         *,
         num_sms: int,
         rates: RowTileRates | None = None,
-        headroom: int = 256,
+        headroom: int = 64,
+        fits: Callable[[RowTilePlan], bool] = lambda plan: True,
     ):
         if heads.group_size > W.HALF_ROWS:
             raise ValueError(f"a tile has no room for {heads.group_size} query heads a KV head")
@@ -68,21 +56,36 @@ class RowTilePlanner:
         self.num_sms = num_sms
         self.rates = rates or RowTileRates()
         self.headroom = headroom
+        self._fits = fits
 
     def plan(self, paths: PathTable) -> RowTilePlan:
-        """The plan of the cut that is predicted to be fastest.
+        """Plan one decode step. Raises ValueError for paths that do not add up."""
+        return self.plan_forest(build_forest(paths))
 
-        Raises ValueError for paths that do not add up.
-        """
-        forest = build_forest(paths)
-        cuts = self.cuts(forest)
-        best = next(cuts)
-        for cut in cuts:
-            if cut.us > HOPELESS * best.us:
-                break  # narrower tiles read shared KV more often still
-            if cut.us < best.us:
-                best = cut
-        return self.serialize(forest, best)
+    def plan_forest(self, forest: Forest) -> RowTilePlan:
+        """Plan one decode step by the cut that is predicted to be fastest of those that fit; by the
+        fastest of all, which is too large, where none does."""
+        too_large: RowTilePlan | None = None
+        blocks = math.inf
+        for cut in sorted(self._promising(forest), key=lambda cut: cut.us):
+            if cut.num_blocks < blocks:  # one that reads no less would not fit either
+                plan = self.serialize(forest, cut)
+                if self._fits(plan):
+                    return plan
+                too_large, blocks = too_large or plan, cut.num_blocks
+        assert too_large is not None, "every step can be cut"
+        return too_large
+
+    def _promising(self, forest: Forest) -> list[Cut]:
+        """The cuts up to where narrower tiles only read shared KV more often."""
+        found: list[Cut] = []
+        best = math.inf
+        for cut in self.cuts(forest):
+            if cut.us > HOPELESS * best:
+                break
+            found.append(cut)
+            best = min(best, cut.us)
+        return found
 
     def warm_up(self) -> None:
         """Compile the planner's loops (some seconds the first time) before serving starts."""
@@ -90,10 +93,7 @@ class RowTilePlanner:
 
     def serialize(self, forest: Forest, cut: Cut) -> RowTilePlan:
         """The plan of one of a forest's cuts."""
-        return serialize_row_tiles(
-            forest, cut.leaves, cut.tiles, cut.parts, cut.costs,
-            self.heads.group_size, self.headroom,
-        )  # fmt: skip
+        return serialize_row_tiles(forest, cut, self.heads.group_size, self.headroom)
 
     def cuts(self, forest: Forest) -> Iterator[Cut]:
         """Every cut that is worth predicting: tile widths by halves, cut evenly or at the roots,

@@ -19,28 +19,24 @@ from sgl_prefix_attn.plan.row_tiles import (
     R_LEN,
     R_REQUEST,
     R_START,
-    LeafOrder,
-    RowTiles,
+    Cut,
     side_of,
 )
-from sgl_prefix_attn.records import Forest
+from sgl_prefix_attn.records import Forest, PlanStats
 
 _make_key = njit(W.make_key)
 
 
 @dataclass(frozen=True)
 class RowTilePlan:
-    """One decode step, serialised for the row-tile kernel.
+    """One decode step as row tiles, a StepPlan.
 
     words         int32 [...]  layout in kernels/gluon/words.py
     num_blocks    blocks of slots and keys that the step needs, growth included
     num_partial_tiles  partial results of TILE_ROWS rows for each KV head, and
     num_counters  pairs of counters a KV head that it needs
     group_size    query heads a KV head
-    longest       tokens of the longest segment
-    appends_left  tokens that every request may grow before the plan is spent
-    seq_lens      int32 [B] lengths when the plan was made
-    tiles, parts  what the words say, for statistics; parts int32 [T]
+    predicted_us  microseconds per layer
     """
 
     words: np.ndarray
@@ -51,9 +47,8 @@ class RowTilePlan:
     group_size: int
     longest: int
     appends_left: int
-    seq_lens: np.ndarray
-    tiles: RowTiles
-    parts: np.ndarray
+    stats: PlanStats
+    predicted_us: float
 
     @property
     def num_index_slots(self) -> int:
@@ -70,24 +65,17 @@ class RowTilePlan:
         return int(self.words[W.H_NUM_ITEMS])
 
 
-def serialize_row_tiles(
-    forest: Forest,
-    leaves: LeafOrder,
-    tiles: RowTiles,
-    parts: np.ndarray,
-    costs: np.ndarray,
-    group_size: int,
-    headroom: int,
-) -> RowTilePlan:
-    """Lay out items, blocks and growth columns of a step.
+def serialize_row_tiles(forest: Forest, cut: Cut, group_size: int, headroom: int) -> RowTilePlan:
+    """Lay out items, blocks and growth columns of a step that is cut so; a tile has at most as many
+    parts as blocks.
 
-    parts int32 [T] of each tile, at most as many as it has blocks; costs float [T] order the items.
     Unmasked and masked blocks of a part take turns, each spread evenly over it: products and the
     loads of private KV then overlap within an item.
     """
-    order = np.argsort(-costs / parts, kind="stable").astype(np.int32)
+    tiles, parts = cut.tiles, cut.parts
+    order = np.argsort(-cut.costs / parts, kind="stable").astype(np.int32)
     words, num_blocks, num_partial_tiles, num_counters, longest = _serialize(
-        leaves.request, tiles.edge, tiles.offset, tiles.run, tiles.blocks, parts, order,
+        cut.leaves.request, tiles.edge, tiles.offset, tiles.run, tiles.blocks, parts, order,
         forest.seq_lens, W.item_words(group_size), group_size, headroom,
     )  # fmt: skip
     return RowTilePlan(
@@ -99,9 +87,8 @@ def serialize_row_tiles(
         group_size=group_size,
         longest=longest,
         appends_left=headroom,
-        seq_lens=forest.seq_lens.copy(),
-        tiles=tiles,
-        parts=parts,
+        stats=cut.stats(forest),
+        predicted_us=cut.us,
     )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from sgl_prefix_attn.jit import cached_njit
 from sgl_prefix_attn.kernels.gluon import words as W
-from sgl_prefix_attn.records import Forest
+from sgl_prefix_attn.records import Forest, PlanStats
 
 # Columns of RowTiles.run.
 R_REQUEST, R_START, R_LEN, R_FIRST, R_END = range(5)
@@ -53,6 +53,40 @@ class RowTiles:
     offset: np.ndarray
     run: np.ndarray
     blocks: np.ndarray
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One way to cut a step: the order of its requests, tiles, parts int [T] of each tile, costs
+    float [T] of each tile's blocks (row_tile_time.part_costs), and the predicted microseconds."""
+
+    leaves: LeafOrder
+    tiles: RowTiles
+    parts: np.ndarray
+    costs: np.ndarray
+    us: float
+
+    @property
+    def most_queries(self) -> int:
+        return int(np.diff(self.tiles.edge).max(initial=0))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of KV that all tiles read, growth aside."""
+        return int(self.tiles.blocks[:, : B_MASKED + 1].sum())
+
+    def stats(self, forest: Forest) -> PlanStats:
+        """What one layer reads: a tile loads each token of its runs once, however it is split."""
+        queries = np.diff(self.tiles.edge)
+        return PlanStats(
+            num_nodes=forest.parent.size,
+            num_packs=queries.size,
+            num_items=int(self.parts.sum()),
+            num_partials=int((queries * self.parts)[self.parts > 1].sum()),
+            kv_tokens_read=int(self.tiles.run[:, R_LEN].sum()),
+            kv_tokens_query_centric=int(forest.seq_lens.sum()),
+            kv_tokens_unique=forest.unique_tokens,
+        )
 
 
 def order_leaves(forest: Forest) -> LeafOrder:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -139,6 +141,53 @@ def test_the_planner_takes_about_the_best_cut(paths, heads):
     items = made.plan(paths).num_items
     mine = min(cut.us for cut in cuts if cut.parts.sum() == items)
     assert mine <= 1.02 * min(cut.us for cut in cuts)
+
+
+@given(path_tables(max_batch=40), st.sampled_from(HEADS))
+@settings(max_examples=60, deadline=None)
+def test_a_plan_counts_what_its_words_read(paths, heads):
+    """Metrics believe it: slots that are filled, items, partial rows."""
+    made = planner(heads)
+    forest = build_forest(paths)
+    problem = make_problem(paths, heads, torch.float64)
+    for cut in made.cuts(forest):
+        plan = made.serialize(forest, cut)
+        words = torch.from_numpy(plan.words)
+        blocks = oracle.Blocks.poisoned(plan.num_blocks, W.NONE)
+        oracle.fill(words, problem.req_to_token, problem.pool, blocks)
+        stats, size = plan.stats, W.item_words(heads.group_size)
+        items = plan.words[W.HEADER_WORDS :][: plan.num_items * size].reshape(-1, size)
+        assert stats.kv_tokens_read == (blocks.slots >= 0).sum()
+        assert stats.kv_tokens_unique <= stats.kv_tokens_read <= stats.kv_tokens_query_centric
+        assert stats.kv_tokens_query_centric == paths.seq_lens.sum()
+        assert stats.num_items == len(items) and stats.num_nodes == forest.parent.size
+        split = items[items[:, W.I_PARTS] > 1]
+        assert stats.num_partials == (split[:, W.I_ROWS] // heads.group_size).sum()
+        assert stats.num_packs == len(items) - len(split) + (split[:, W.I_PART] == 0).sum()
+        assert plan.predicted_us == cut.us
+
+
+def test_of_the_cuts_that_fit_the_fastest_is_taken():
+    """And where none does, the fastest of all, for the executor to refuse."""
+    paths = random_paths(2, 40, 12)
+    asked = []
+
+    def within(limit):
+        def fits(plan):
+            asked.append(plan)
+            return plan.num_blocks <= limit
+
+        return RowTilePlanner(HEADS[2], num_sms=64, fits=fits).plan(paths)
+
+    best = within(math.inf)
+    assert asked == [best]
+    smaller = within(best.num_blocks - 1)
+    assert smaller.num_blocks < best.num_blocks and smaller.predicted_us >= best.predicted_us
+    assert smaller is asked[-1]
+    asked.clear()
+    none = within(0)
+    assert none is asked[0] and none.predicted_us == best.predicted_us
+    assert len(asked) < 10, "what reads no less is not tried"
 
 
 # --- layout ---------------------------------------------------------------------------------------

@@ -18,8 +18,7 @@ from sgl_prefix_attn.kernels.gluon.build_options import (
     kernel_constants,
 )
 from sgl_prefix_attn.kernels.gluon.slots import append_token_kernel, fill_blocks_kernel
-from sgl_prefix_attn.plan.row_tile_words import RowTilePlan
-from sgl_prefix_attn.records import HeadConfig
+from sgl_prefix_attn.records import HeadConfig, StepPlan
 
 _FILL_STEP = 1024
 _HOPPER = (9, 0)
@@ -107,7 +106,7 @@ class GluonBackend:
     def fill(
         self,
         workspace: RowTileWorkspace,
-        plan: RowTilePlan,
+        plan: StepPlan,
         req_to_token: torch.Tensor,
         req_pool_indices: torch.Tensor,
     ) -> None:

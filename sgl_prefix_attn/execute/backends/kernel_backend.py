@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from sgl_prefix_attn.execute.params import Capacity, LayerParams, Workspace
-from sgl_prefix_attn.records import HeadConfig, Plan
+from sgl_prefix_attn.records import HeadConfig, StepPlan
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Capabilities:
 class KernelBackend(Protocol):
     """Kernels over one layout of a plan's words, for one head configuration.
 
+    A workspace is one of the backend's own new_workspace(), a plan one of its family's planner.
     Everything runs on the current stream; nothing synchronises. append() and forward() may be
     captured in a CUDA graph that later plans of the same workspace reuse.
     """
@@ -53,8 +54,8 @@ class KernelBackend(Protocol):
 
     def fill(
         self,
-        workspace: Workspace,
-        plan: Plan,
+        workspace: Any,
+        plan: StepPlan,
         req_to_token: torch.Tensor,
         req_pool_indices: torch.Tensor,
     ) -> None:
@@ -64,15 +65,13 @@ class KernelBackend(Protocol):
         """
         ...
 
-    def append(
-        self, workspace: Workspace, seq_lens: torch.Tensor, out_cache_loc: torch.Tensor
-    ) -> None:
+    def append(self, workspace: Any, seq_lens: torch.Tensor, out_cache_loc: torch.Tensor) -> None:
         """Write the newest slot of each request, out_cache_loc int [>= B], at seq_lens - 1.
 
         Idempotent.
         """
         ...
 
-    def forward(self, workspace: Workspace, layer: LayerParams) -> None:
+    def forward(self, workspace: Any, layer: LayerParams) -> None:
         """Compute decode attention of one layer; padding rows stay as they are."""
         ...

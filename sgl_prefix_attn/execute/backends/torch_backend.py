@@ -10,7 +10,7 @@ from sgl_prefix_attn.execute import reference
 from sgl_prefix_attn.execute.backends.kernel_backend import Capabilities
 from sgl_prefix_attn.execute.params import Capacity, LayerParams, Workspace
 from sgl_prefix_attn.kernels import layout
-from sgl_prefix_attn.records import HeadConfig, Plan
+from sgl_prefix_attn.records import HeadConfig, StepPlan
 
 
 class TorchBackend:
@@ -34,7 +34,7 @@ class TorchBackend:
     def fill(
         self,
         workspace: Workspace,
-        plan: Plan,
+        plan: StepPlan,
         req_to_token: torch.Tensor,
         req_pool_indices: torch.Tensor,
     ) -> None:

@@ -15,7 +15,7 @@ from sgl_prefix_attn.kernels.triton.segments import append_kernel, fill_segments
 from sgl_prefix_attn.kernels.triton.shared import shared_kernel
 from sgl_prefix_attn.kernels.triton.tails import tails_kernel
 from sgl_prefix_attn.plan.tiles import TileConfig, TileSet
-from sgl_prefix_attn.records import HeadConfig, Plan
+from sgl_prefix_attn.records import HeadConfig, StepPlan
 
 _FILL_BLOCK = 1024
 _MERGE_PARTS = 16
@@ -94,13 +94,12 @@ class TritonBackend:
     def fill(
         self,
         workspace: Workspace,
-        plan: Plan,
+        plan: StepPlan,
         req_to_token: torch.Tensor,
         req_pool_indices: torch.Tensor,
     ) -> None:
-        lengths = plan.packs.kv_end - plan.packs.kv_start
-        blocks = min(64, triton.cdiv(int(lengths.max(initial=1)), _FILL_BLOCK))
-        fill_segments_kernel[(lengths.size, blocks)](
+        blocks = min(64, triton.cdiv(plan.longest, _FILL_BLOCK))
+        fill_segments_kernel[(int(plan.words[layout.H_NUM_SEGMENTS]), blocks)](
             workspace.words, req_to_token, req_pool_indices, workspace.kv_indices,
             req_to_token.stride(0), BLOCK=_FILL_BLOCK,
         )  # fmt: skip
