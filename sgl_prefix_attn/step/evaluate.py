@@ -6,47 +6,57 @@ The server, the policy's evaluation and `explain` call the same one.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.plan.forest import build_forest
-from sgl_prefix_attn.records import PREFIX, Decision, Forest, PathTable, Plan, PlanWork, Prediction
+from sgl_prefix_attn.records import PREFIX, Decision, Forest, PathTable, Prediction, StepPlan
 from sgl_prefix_attn.step.policy import BatchFacts, decide
+
+AnyPlan = TypeVar("AnyPlan", bound=StepPlan)
+MadePlan = TypeVar("MadePlan", bound=StepPlan, covariant=True)
+
+
+class StepPlanner(Protocol[MadePlan]):
+    """What the planners of all families of kernels offer."""
+
+    def plan_forest(self, forest: Forest) -> MadePlan: ...
 
 
 class TimePredictor(Protocol):
-    """What predict.predictor.Predictor offers; microseconds per layer."""
+    """What the predictors of predict/predictor.py offer, each for the plans of one family of
+    kernels; microseconds per layer."""
 
     @property
     def source(self) -> str: ...
 
     def stock(self, seq_lens: np.ndarray, unique: int) -> float: ...
 
-    def prefix(self, work: PlanWork) -> float: ...
+    def prefix(self, plan: Any) -> float: ...
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Generic[AnyPlan]):
     """One batch: its shared nodes, the plan that was made for it, and which kernels run it."""
 
     forest: Forest
-    plan: Plan
+    plan: AnyPlan
     decision: Decision
 
 
 def evaluate(
     paths: PathTable,
     facts: BatchFacts,
-    planner: Planner,
+    planner: StepPlanner[AnyPlan],
     predictor: TimePredictor | None = None,
     graph_rows: int = 0,
-) -> Evaluation:
+) -> Evaluation[AnyPlan]:
     """Build the forest, plan, predict both times and decide.
 
     facts       what is known of the batch besides its paths; times and sharing are filled in here
-    predictor   None: nothing is calibrated (on a CPU); a forced policy asks none either
+    predictor   of the planner's family; None: nothing is calibrated (on a CPU); a forced policy
+                asks none either
     graph_rows  rows of the stock graph that the batch would replay; what it does not fill is
                 padding of length 1
 
@@ -61,7 +71,7 @@ def evaluate(
             facts,
             predicted=Prediction(
                 stock_us=predictor.stock(seq_lens, forest.unique_tokens),
-                prefix_us=predictor.prefix(plan.work),
+                prefix_us=predictor.prefix(plan),
             ),
             source=predictor.source,
             shares=forest.parent.size > 0,

@@ -16,10 +16,9 @@ from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.metrics.step_count import StepCount
 from sgl_prefix_attn.paths.readers import reader_of, unsupported_tree
 from sgl_prefix_attn.paths.tree_reader import RunningBatch, TreeInvariantError, check_paths
-from sgl_prefix_attn.plan import Planner
-from sgl_prefix_attn.records import PREFIX, STOCK, Decision, Plan, PlanTooLarge
+from sgl_prefix_attn.records import PREFIX, STOCK, Decision, PlanTooLarge, StepPlan
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.step.evaluate import TimePredictor, evaluate
+from sgl_prefix_attn.step.evaluate import StepPlanner, TimePredictor, evaluate
 from sgl_prefix_attn.step.plan_lifetime import PlanLifetime
 from sgl_prefix_attn.step.policy import STOCK_STEPS, BatchFacts, decide
 
@@ -34,7 +33,7 @@ class Step(NamedTuple):
     """
 
     decision: Decision
-    new_plan: Plan | None = None
+    new_plan: StepPlan | None = None
     cross_check: bool = False
 
     @property
@@ -57,8 +56,8 @@ class StepPreparer:
     def __init__(
         self,
         settings: Settings,
-        planner: Planner | None,
-        fits: Callable[[Plan], bool],
+        planner: StepPlanner | None,
+        fits: Callable[[StepPlan], bool],
         counters: StepCounters,
         *,
         predictor: TimePredictor | None = None,
@@ -149,7 +148,7 @@ class StepPreparer:
 
     def _evaluate_if_stale(
         self, facts: BatchFacts, batch: RunningBatch
-    ) -> tuple[Decision, Plan | None]:
+    ) -> tuple[Decision, StepPlan | None]:
         """Decision of this step, with a plan where a new one is needed."""
         plan, fault, cause = None, None, None
         # There is one: without, the facts have stopped the step before.
@@ -173,7 +172,9 @@ class StepPreparer:
         self.lifetime.stepped()
         return self._evaluated, plan
 
-    def _evaluate(self, facts: BatchFacts, cause: str, batch: RunningBatch, reader) -> Plan | None:
+    def _evaluate(
+        self, facts: BatchFacts, cause: str, batch: RunningBatch, reader
+    ) -> StepPlan | None:
         """Read the tree and decide; the plan to load, None for stock kernels."""
         done = evaluate(
             reader.read_paths(batch),

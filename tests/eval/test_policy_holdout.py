@@ -75,7 +75,7 @@ class TrueMeter:
         if self.calls - 1 in self.failing:
             raise RuntimeError("planted")
         stock_us = self.predictor.stock(batch.paths.seq_lens, batch.unique_tokens)
-        prefix_us = self.predictor.prefix(self.planner.plan(batch.paths).work)
+        prefix_us = self.predictor.prefix(self.planner.plan(batch.paths))
         return SimpleNamespace(stock_us=stock_us * 1.01, prefix_us=prefix_us * 0.99)
 
 

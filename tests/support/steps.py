@@ -73,6 +73,7 @@ class Times:
         self.asked.append((seq_lens.tolist(), unique))
         return self.stock_us
 
-    def prefix(self, work):
+    def prefix(self, plan):
+        work = plan.work
         assert work.tail_tokens + work.shared_tokens > 0
         return self.prefix_us
