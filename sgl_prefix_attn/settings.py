@@ -39,6 +39,13 @@ class Settings:
         _words("auto", "prefix", "stock"),
         "Which kernels a decode step runs: decide each step, or force one of them where possible.",
     )
+    kernels: str = _variable(
+        "auto",
+        _words("auto", "row_tiles", "triton"),
+        "Which kernels prefix steps run: row tiles where GPU and model allow them, or one of the "
+        "two families; the server does not start where that cannot run. Row tiles are Hopper's "
+        "and know the strategy `calibrated` alone.",
+    )
     headroom: int = _variable(
         64,
         1,

@@ -1,9 +1,21 @@
 """Which kernels a device gets, and what they say about models that they cannot run."""
 
+import sys
+
 import pytest
 import torch
 
-from sgl_prefix_attn.execute.backends.choice import backend_class, new_backend, why_no_backend
+from sgl_prefix_attn.execute.backends.choice import (
+    AUTO,
+    ROW_TILES,
+    TRITON,
+    Family,
+    backend_class,
+    choose_family,
+    new_backend,
+    why_no_backend,
+    why_no_row_tiles,
+)
 from sgl_prefix_attn.execute.backends.torch_backend import TorchBackend
 from sgl_prefix_attn.execute.backends.triton_backend import TritonBackend
 from sgl_prefix_attn.execute.executor import PlanExecutor
@@ -51,6 +63,56 @@ def test_every_group_that_is_said_to_run_has_tiles(head_dim):
         for tile_set in (default_tile_set(CPU, heads), gpu_tile_set(132, heads)):
             tile_set.check_group(group)
             assert new_backend(CPU, heads, torch.float32, tile_set)
+
+
+@pytest.mark.parametrize(
+    ("capability", "heads", "dtype", "why_not"),
+    [
+        ((9, 0), HEADS, torch.bfloat16, None),
+        ((9, 0), HeadConfig(16, 1, 64), torch.float16, None),
+        ((9, 0), HeadConfig(32, 1, 64), torch.float16, "group_size:32"),
+        ((9, 0), HeadConfig(8, 8, 96), torch.float16, "head_dim:96"),
+        ((9, 0), HeadConfig(8, 8, 256), torch.float16, "head_dim:256"),
+        ((9, 0), HEADS, torch.float32, "dtype:float32"),
+        ((8, 0), HEADS, torch.bfloat16, "compute:8.0"),
+        ((10, 0), HEADS, torch.bfloat16, "compute:10.0"),
+        (None, HEADS, torch.bfloat16, "device:cpu"),
+    ],
+)
+def test_row_tiles_need_hopper_and_some_shapes(capability, heads, dtype, why_not, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert why_no_row_tiles(GPU if capability else CPU, heads, dtype) == why_not
+
+
+def test_a_triton_without_gluon_has_no_row_tiles(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setitem(sys.modules, "sgl_prefix_attn.execute.backends.gluon_backend", None)
+    assert why_no_row_tiles(GPU, HEADS, torch.bfloat16).startswith("triton:3.")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "strategy", "why_not_here", "family"),
+    [
+        (AUTO, "calibrated", None, Family(ROW_TILES)),
+        (AUTO, "calibrated", "compute:8.0", Family(TRITON, "compute:8.0")),
+        (AUTO, "pat", None, Family(TRITON, "strategy:pat")),
+        (AUTO, "pat", "compute:8.0", Family(TRITON, "compute:8.0")),
+        (ROW_TILES, "calibrated", None, Family(ROW_TILES)),
+        (TRITON, "calibrated", None, Family(TRITON, "kernels:triton")),
+        (TRITON, "pat", "compute:8.0", Family(TRITON, "kernels:triton")),
+    ],
+)
+def test_the_family_of_a_server(wanted, strategy, why_not_here, family):
+    assert choose_family(wanted, strategy, why_not_here) == family
+
+
+@pytest.mark.parametrize(
+    ("strategy", "why_not_here", "named"),
+    [("calibrated", "compute:8.0", "compute:8.0"), ("pat", None, "strategy:pat")],
+)
+def test_row_tiles_that_are_wanted_and_cannot_run_are_an_error(strategy, why_not_here, named):
+    with pytest.raises(ValueError, match=f"SGL_PREFIX_ATTN_KERNELS=row_tiles.*{named}"):
+        choose_family(ROW_TILES, strategy, why_not_here)
 
 
 def test_words_of_another_layout_are_refused():

@@ -23,6 +23,7 @@ def test_values_are_parsed():
         {
             "SGL_PREFIX_ATTN_STRATEGY": "pat",
             "SGL_PREFIX_ATTN_POLICY": "stock",
+            "SGL_PREFIX_ATTN_KERNELS": "row_tiles",
             "SGL_PREFIX_ATTN_HEADROOM": "128",
             "SGL_PREFIX_ATTN_MAX_VARIANT_BS": "0",
             "SGL_PREFIX_ATTN_CHECK": "1",
@@ -31,7 +32,7 @@ def test_values_are_parsed():
             "PATH": "/bin",
         }
     )
-    assert settings == Settings("pat", "stock", 128, 0, True, 4, True)
+    assert settings == Settings("pat", "stock", "row_tiles", 128, 0, True, 4, True)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,7 @@ def test_values_are_parsed():
     [
         ("STRATEGY", "fast", "query | naive | compute | pat | calibrated"),
         ("POLICY", "Prefix", "auto | prefix | stock"),
+        ("KERNELS", "gluon", "auto | row_tiles | triton"),
         ("HEADROOM", "0", "integer >= 1"),
         ("HEADROOM", "many", "integer >= 1"),
         ("MAX_VARIANT_BS", "-1", "integer >= 0"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sgl_prefix_attn.execute import row_tile_reference as oracle
+from sgl_prefix_attn.execute.backends.choice import why_no_row_tiles
 from sgl_prefix_attn.execute.backends.gluon_backend import GluonBackend
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.params import Capacity, LayerParams
@@ -32,7 +33,8 @@ SHAPES = {
 
 @pytest.fixture(autouse=True)
 def _hopper():
-    if GluonBackend.why_not_device(torch.device(DEVICE)) is not None:
+    heads, dtype, _ = SHAPES["llama"]
+    if why_no_row_tiles(torch.device(DEVICE), heads, dtype) is not None:
         pytest.skip("the row-tile kernel is for sm_90")
 
 

@@ -21,7 +21,7 @@ from sgl_prefix_attn.kernels.gluon.slots import append_token_kernel, fill_blocks
 from sgl_prefix_attn.records import HeadConfig, StepPlan
 
 _FILL_STEP = 1024
-_HOPPER = (9, 0)
+_READS = 8  # of a KV slot, by tiles of one plan; 8 bytes each
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,31 @@ class GluonBackend:
             torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
         )
 
-    @staticmethod
-    def why_not_device(device: torch.device) -> str | None:
-        """Say why a device cannot run the kernel, as a label of metrics, or None."""
-        if device.type != "cuda":
-            return f"device:{device.type}"
-        capability = torch.cuda.get_device_capability(device)
-        return None if capability == _HOPPER else f"compute:{capability[0]}.{capability[1]}"
+    def server_capacity(self, max_batch: int, max_tokens: int, headroom: int) -> Capacity:
+        """Return enough for max_batch requests over max_tokens KV slots.
+
+        In the widest tiles every slot, as often as there are tiles that may read it, but at most
+        _READS times: the planner takes wider tiles before a step goes to stock kernels. Headroom
+        and unfilled blocks for every request, and six runs of KV per request on average.
+        """
+        # the planner's split tiles have at most about as many parts as there are SMs for a head
+        parts = 2 * (self.num_sms // self.heads.num_kv_heads + 1)
+        items = max_batch + parts
+        widest = W.queries_per_tile(self.heads.group_size)
+        reads = min(_READS, triton.cdiv(max_batch, widest))
+        # besides whole blocks a tile has one that is masked, one of growth and its first blocks
+        blocks = triton.cdiv(reads * max_tokens + headroom * max_batch, W.BLOCK)
+        blocks += (2 + W.PRE) * items + W.PRE
+        segments = 2 * (6 * max_batch) + 2 * items
+        return Capacity(
+            words=W.HEADER_WORDS
+            + items * (W.item_words(self.heads.group_size) + 2)
+            + 2 * blocks
+            + max_batch * W.GROWTH_WORDS
+            + segments * W.SEGMENT_WORDS,
+            index_slots=blocks * W.BLOCK,
+            partials=triton.cdiv(parts * W.TILE_ROWS, self.heads.group_size),
+        )
 
     def new_workspace(self, capacity: Capacity) -> RowTileWorkspace:
         # every CTA asks for its first blocks' slots before it knows whether it has an item, and
