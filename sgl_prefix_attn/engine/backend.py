@@ -34,8 +34,6 @@ from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.params import LayerParams
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.paths.tree_reader import RunningBatch
-from sgl_prefix_attn.plan import Planner
-from sgl_prefix_attn.predict.predictor import Predictor
 from sgl_prefix_attn.records import Decision
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.step import policy
@@ -71,8 +69,7 @@ class PrefixAttnBackend(AttentionBackend):
         self.token_to_kv_pool = runner.token_to_kv_pool
         self._runner = runner
         self._model_problem = model_facts.unsupported_model(runner)
-        planner: Planner | None = None
-        predictor: Predictor | None = None
+        planner, predictor = None, None
         self._padding: Any = None  # the step that captures run, where there is one
         if self._model_problem is None:
             self._heads = model_facts.head_config(runner)
@@ -80,9 +77,8 @@ class PrefixAttnBackend(AttentionBackend):
             self._model_problem = why_no_backend(device, self._heads, runner.dtype)
         if self._model_problem is None:
             built = build(runner, self._heads, settings)
-            planner, self._executor = built.planner, built.executor
-            if built.calibration is not None:
-                predictor = Predictor(built.calibration)
+            planner, predictor = built.planner, built.predictor
+            self._executor = built.executor
             self._padding = Step(_CAPTURE, padding_plan(built.planner))
         else:
             logger.warning(

@@ -1,42 +1,124 @@
-"""Planner and executor of a server: sized once for the largest batch that SGLang may run."""
+"""Planner, executor and predictor of a server: one family of kernels, sized once for the largest
+batch that SGLang may run."""
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from sgl_prefix_attn.engine.ranks import cpu_group
-from sgl_prefix_attn.execute.backends.choice import new_backend
+from sgl_prefix_attn.engine.ranks import agreement, cpu_group
+from sgl_prefix_attn.execute.backends.choice import (
+    ROW_TILES,
+    TRITON,
+    Family,
+    choose_family,
+    new_backend,
+    why_no_row_tiles,
+)
 from sgl_prefix_attn.execute.executor import PlanExecutor
+from sgl_prefix_attn.execute.self_test import check_kernels, self_test_paths
 from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.plan.capacity import Capacity
+from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
+from sgl_prefix_attn.plan.row_tile_time import RowTileRates
 from sgl_prefix_attn.plan.tile_defaults import default_tile_set
+from sgl_prefix_attn.predict.predictor import Predictor, RowTilePredictor
 from sgl_prefix_attn.predict.record import Calibration
+from sgl_prefix_attn.predict.row_tile_rates import row_tile_rates
 from sgl_prefix_attn.predict.startup import agreed, default_costs, gpu_key
-from sgl_prefix_attn.records import HeadConfig, PathTable, Plan
+from sgl_prefix_attn.records import HeadConfig, PathTable
 from sgl_prefix_attn.settings import PREFIX, Settings
+from sgl_prefix_attn.step.evaluate import AnyPlan, StepPlanner, TimePredictor
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Execution:
-    """calibration: what the planner's costs come from, None on a CPU."""
+    """One family's planner and kernels; predictor: of its plans, None on a CPU."""
 
-    planner: Planner
+    planner: StepPlanner
     executor: PlanExecutor
-    calibration: Calibration | None
+    predictor: TimePredictor | None
 
 
 def build(runner, heads: HeadConfig, settings: Settings) -> Execution:
-    """Planner, executor and calibration for the heads of a ModelRunner's layers.
+    """Build what runs prefix steps over the heads of a ModelRunner's layers, and log its family.
 
-    Raises ValueError for a headroom that does not fit the device's memory.
+    Raises ValueError where row tiles are wanted that cannot run, or for a headroom that does not
+    fit the device's memory; RuntimeError where row tiles are wanted that fail.
     """
     _check_headroom(settings.headroom, runner.req_to_token_pool.size, torch.device(runner.device))
-    tile_set = default_tile_set(runner.device, heads)
-    calibration = _calibration(runner, heads, tile_set.num_sms)
+    calibration = _calibration(runner, heads)
+    why_not = why_no_row_tiles(torch.device(runner.device), heads, runner.dtype)
+    family = choose_family(settings.kernels, settings.strategy, why_not)
+    built = None
+    if family.name == ROW_TILES:
+        built = _row_tiles_that_work(runner, heads, settings, calibration)
+        if built is None:
+            family = Family(TRITON, "failed_at_start")
+    logger.info("--attention-backend prefix: prefix steps run %s", family)
+    return built or _packs(runner, heads, settings, calibration)
+
+
+def _row_tiles_that_work(
+    runner, heads: HeadConfig, settings: Settings, calibration: Calibration | None
+) -> Execution | None:
+    """Build row tiles; None where they fail on any tensor-parallel rank and may be done without."""
+    built, error = None, None
+    try:
+        built = _row_tiles(runner, heads, settings, calibration)
+    except torch.AcceleratorError:
+        raise  # nothing else runs in this CUDA context either
+    except Exception as raised:
+        error = raised
+        logger.error("row tiles failed at start: %s", error, exc_info=error)
+    if agreement()(built is not None):
+        return built
+    if settings.kernels == ROW_TILES:
+        raise RuntimeError("SGL_PREFIX_ATTN_KERNELS=row_tiles: they failed at start") from error
+    return None
+
+
+def _row_tiles(
+    runner, heads: HeadConfig, settings: Settings, calibration: Calibration | None
+) -> Execution:
+    """Build row tiles, whose kernels and planner have run when this returns."""
+    # Neither every Triton has Gluon nor every caller of this module SGLang.
+    from sgl_prefix_attn.engine.model_facts import attention_layers
+    from sgl_prefix_attn.execute.backends.gluon_backend import GluonBackend
+
+    device = torch.device(runner.device)
+    backend = GluonBackend(heads, runner.dtype, device)
+    capacity = backend.server_capacity(
+        runner.req_to_token_pool.size, runner.max_total_num_tokens, settings.headroom
+    )
+    planner = RowTilePlanner(
+        heads,
+        num_sms=backend.num_sms,
+        rates=RowTileRates() if calibration is None else row_tile_rates(calibration),
+        headroom=settings.headroom,
+        fits=capacity.covers,
+    )
+    planner.warm_up()
+    forest = build_forest(self_test_paths())
+    plans = (planner.serialize(forest, cut) for cut in planner.cuts(forest))
+    soft_cap = max((layer.logit_cap for layer in attention_layers(runner)), default=0.0)
+    check_kernels(backend, plans, heads, runner.dtype, device, soft_cap)
+    predictor = None if calibration is None else RowTilePredictor(calibration)
+    return Execution(planner, PlanExecutor(backend, capacity), predictor)
+
+
+def _packs(
+    runner, heads: HeadConfig, settings: Settings, calibration: Calibration | None
+) -> Execution:
+    device = torch.device(runner.device)
+    tile_set = default_tile_set(device, heads)
     capacity = Capacity.for_server(
         max_batch=runner.req_to_token_pool.size,
         max_tokens=runner.max_total_num_tokens,
@@ -49,7 +131,7 @@ def build(runner, heads: HeadConfig, settings: Settings) -> Execution:
         tile_set=tile_set,
         strategy=settings.strategy,
         costs=(
-            default_costs(runner.device, heads, runner.kv_cache_dtype)
+            default_costs(device, heads, runner.kv_cache_dtype)
             if calibration is None
             else calibration.costs
         ),
@@ -57,8 +139,9 @@ def build(runner, heads: HeadConfig, settings: Settings) -> Execution:
         capacity=capacity,
     )
     planner.warm_up()
-    backend = new_backend(torch.device(runner.device), heads, runner.dtype, tile_set)
-    return Execution(planner, PlanExecutor(backend, capacity), calibration)
+    backend = new_backend(device, heads, runner.dtype, tile_set)
+    predictor = None if calibration is None else Predictor(calibration)
+    return Execution(planner, PlanExecutor(backend, capacity), predictor)
 
 
 def _check_headroom(headroom: int, max_batch: int, device: torch.device) -> None:
@@ -76,16 +159,18 @@ def _check_headroom(headroom: int, max_batch: int, device: torch.device) -> None
         )
 
 
-def _calibration(runner, heads: HeadConfig, num_sms: int) -> Calibration | None:
+def _calibration(runner, heads: HeadConfig) -> Calibration | None:
     """Find the calibration; all ranks of a tensor-parallel group call this."""
     device = torch.device(runner.device)
     if device.type != "cuda":
         return None
     key = gpu_key(device, heads, runner.kv_cache_dtype, runner.page_size)
-    return agreed(key, num_sms, cpu_group())
+    return agreed(key, default_tile_set(device, heads).num_sms, cpu_group())
 
 
-def padding_plan(planner: Planner) -> Plan:
+def padding_plan(planner: StepPlanner[AnyPlan]) -> AnyPlan:
     """Plan a batch without requests: a captured graph runs it without reading any KV."""
     none = np.zeros(0, dtype=np.int32)
-    return planner.plan(PathTable(none, none, none.astype(np.int64), none, none))
+    return planner.plan_forest(
+        build_forest(PathTable(none, none, none.astype(np.int64), none, none))
+    )

@@ -13,6 +13,7 @@ from sgl_prefix_attn.engine import build, sglang_config
 from sgl_prefix_attn.plan import CostModel
 from sgl_prefix_attn.plan.costs import GPU_RATES
 from sgl_prefix_attn.predict import startup, store
+from sgl_prefix_attn.predict.predictor import Predictor
 from sgl_prefix_attn.settings import Settings
 from tests.support.calibrations import HEADS, KEY, NUM_SMS, calibration
 from tests.support.parallel import ranks
@@ -98,7 +99,8 @@ def runner(device="cpu"):
 def test_a_cpu_server_has_no_calibration(home, caplog):
     with caplog.at_level(logging.INFO):
         built = build.build(runner(), HEADS, Settings())
-    assert built.calibration is None and not caplog.records
+    assert built.predictor is None
+    assert not [r for r in caplog.records if "calibration" in r.getMessage()]
     assert built.planner.costs == CostModel.for_gpu("cpu", HEADS)
 
 
@@ -117,9 +119,10 @@ def test_a_gpu_server_plans_with_the_calibration_of_its_group(tp_size, monkeypat
     monkeypatch.setattr(build, "new_backend", lambda *args: "backend")
     monkeypatch.setattr(build, "PlanExecutor", lambda *args: "executor")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: KEY.gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(build, "agreed", agreed)
     monkeypatch.setattr(sglang_config, "parallel", lambda: ranks(tp_size, "group"))
     built = build.build(runner("cuda"), HEADS, Settings())
     assert asked == [(KEY, tiles.num_sms, "group" if tp_size == 2 else None)]
     assert built.planner.costs == calibration().costs
-    assert built.calibration == calibration()
+    assert isinstance(built.predictor, Predictor)

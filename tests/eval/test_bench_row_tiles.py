@@ -6,26 +6,17 @@ import torch
 from eval import bench_row_tiles
 from eval.bench_kernel.case import build_case
 from eval.bench_kernel.trees import parse_tree
-from sgl_prefix_attn.execute import row_tile_reference as oracle
-from sgl_prefix_attn.execute.backends.gluon_backend import GluonBackend
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.records import HeadConfig
+from tests.support.torch_row_tiles import TorchRowTiles
 
 HEADS = HeadConfig(8, 2, 16)
 
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    def fill(self, ws, plan, req_to_token, pool):
-        oracle.fill(ws.words, req_to_token, pool, oracle.Blocks(ws.kv_indices, ws.keys))
-
-    def forward(self, ws, layer):
-        blocks = oracle.Blocks(ws.kv_indices, ws.keys)
-        args = (ws.words, layer.q, layer.k_cache, layer.v_cache, blocks)
-        layer.out.copy_(oracle.execute(*args, sm_scale=layer.sm_scale)[0])
-
-    monkeypatch.setattr(GluonBackend, "fill", fill)
-    monkeypatch.setattr(GluonBackend, "forward", forward)
+    """The oracle instead of kernels, with and without dependent launches."""
+    monkeypatch.setattr(bench_row_tiles, "GluonBackend", lambda *args: TorchRowTiles(*args[:3]))
 
 
 @pytest.mark.parametrize("name", ["1,2,6_20,70,5", "3_40"])

@@ -7,6 +7,7 @@ from filelock import FileLock
 
 from eval.tiny_model import write_tiny_llama
 from tests.sglang.engine import PREFIX, Config, Run, result, run
+from tests.support.torch_row_tiles import TorchRowTiles, say_that_row_tiles_run
 
 
 @pytest.fixture(scope="session")
@@ -44,9 +45,15 @@ def engines(model, tmp_path_factory):
     return Engines(model, shared / "engines")
 
 
-@pytest.fixture
-def server(monkeypatch):
-    """A backend of one layer over a fake runner, without a GPU."""
+@pytest.fixture(params=["packs", "row_tiles"])
+def server(request, monkeypatch):
+    """A backend of one layer over a fake runner, without a GPU: torch runs the words of either
+    family of kernels."""
     from tests.sglang.fake_server import Server
 
-    return Server(monkeypatch)
+    if request.param == "row_tiles":
+        say_that_row_tiles_run(monkeypatch)
+    made = Server(monkeypatch)
+    is_row_tiles = isinstance(made.backend._executor.backend, TorchRowTiles)
+    assert is_row_tiles == (request.param == "row_tiles")
+    return made

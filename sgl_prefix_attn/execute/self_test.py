@@ -1,0 +1,82 @@
+"""Runs kernels once before a server relies on them: they compile, launch and are right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from sgl_prefix_attn.execute.backends.kernel_backend import KernelBackend
+from sgl_prefix_attn.execute.executor import PlanExecutor
+from sgl_prefix_attn.execute.params import Capacity, LayerParams
+from sgl_prefix_attn.execute.reference import full_attention
+from sgl_prefix_attn.records import HeadConfig, PathTable, StepPlan
+
+# Three requests below a node; whole and partial blocks, shared and private.
+_SHARED, _TAILS = 300, (1, 64, 150)
+_ROW = 512  # columns of req_to_token
+
+
+def self_test_paths() -> PathTable:
+    """The batch that check_kernels's plans are for."""
+    return PathTable(
+        parent=np.array([-1], np.int32),
+        length=np.array([_SHARED], np.int32),
+        node_id=np.array([0], np.int64),
+        leaf=np.zeros(len(_TAILS), np.int32),
+        seq_lens=np.array([_SHARED + tail for tail in _TAILS], np.int32),
+    )
+
+
+def check_kernels(
+    backend: KernelBackend,
+    plans: Iterable[StepPlan],
+    heads: HeadConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    soft_cap: float,
+) -> None:
+    """Run each plan of self_test_paths(), and a step that appends to it, against full attention.
+
+    soft_cap of the model's layers: with and without are two kernels. Raises RuntimeError for
+    outputs that are further off than twice the error of torch in `dtype`, and whatever compiling
+    and launching raise.
+    """
+    generator = torch.Generator().manual_seed(0)
+    batch = len(_TAILS)
+    slots = torch.randperm(batch * _ROW, generator=generator).view(batch, _ROW).int()
+    slots[:, :_SHARED] = slots[0, :_SHARED]
+    pool = torch.arange(batch, device=device)
+    table, seq_lens = slots.to(device), torch.tensor([_SHARED + t for t in _TAILS], device=device)
+    q, k, v = (
+        torch.randn(rows, count, heads.head_dim, generator=generator).to(device, dtype)
+        for rows, count in (
+            (batch, heads.num_qo_heads),
+            (batch * _ROW, heads.num_kv_heads),
+            (batch * _ROW, heads.num_kv_heads),
+        )
+    )
+    scale = heads.head_dim**-0.5
+    for plan in plans:
+        executor = PlanExecutor(backend, Capacity.for_plans(plan))
+        executor.load(plan, table, pool)
+        for grown in range(2):
+            lens = seq_lens + grown
+            executor.append(lens, table[pool, lens - 1].long())
+            out = torch.full_like(q, float("nan"))
+            executor.run(LayerParams(q, k, v, lens, out, None, scale, soft_cap))
+            want, same_dtype = (
+                full_attention(
+                    q, k, v, table, pool, lens, sm_scale=scale, logits_soft_cap=soft_cap, dtype=kind
+                )[0].double()
+                for kind in (torch.float64, dtype)
+            )
+            rounding = torch.finfo(dtype).eps * want.abs().max()
+            bound = 2 * (same_dtype - want).abs().max() + rounding
+            error = (out.double() - want).abs().max()
+            if not error <= bound:  # nor NaN
+                raise RuntimeError(
+                    f"the kernels' self-test is {error:.2g} off full attention, allowed is "
+                    f"{bound:.2g}"
+                )
