@@ -9,11 +9,11 @@ import torch
 
 from sgl_prefix_attn.engine.build import padding_plan
 from sgl_prefix_attn.execute.params import LayerParams
-from sgl_prefix_attn.kernels import layout as L
+from tests.support.families import FAMILIES, Family
 from tests.support.forests import path_table
-from tests.support.gpu_problems import DEVICE, LLAMA, TREES, gpu_problem, planner
+from tests.support.gpu_problems import DEVICE, LLAMA, TREES, gpu_problem
 from tests.support.problems import assert_attention
-from tests.support.running import executor, load, poison
+from tests.support.running import load, poison
 
 ROWS = 64  # the captured batch size
 LAYERS = 3
@@ -39,8 +39,9 @@ BATCHES = {
 class Server:
     """What a decode graph holds on to: static inputs, KV pools of every layer, one executor."""
 
-    def __init__(self, parallel_tiles: bool):
-        self.planner = planner(headroom=HEADROOM)
+    def __init__(self, family: Family):
+        self.family = family
+        self.planner = family.planner(headroom=HEADROOM)
         self.problems = {name: gpu_problem(make(), room=HEADROOM) for name, make in BATCHES.items()}
         self.plans = {n: self.planner.plan(p.paths) for n, p in self.problems.items()}
         slots = max(p.k.shape[0] for p in self.problems.values())
@@ -55,7 +56,7 @@ class Server:
         self.out_cache_loc = torch.zeros(ROWS, dtype=torch.int64, device=DEVICE)
         some = next(iter(self.problems.values()))
         self.sm_scale = some.sm_scale
-        self.executor = executor(some, *self.plans.values(), parallel_tiles=parallel_tiles)
+        self.executor = family.executor(some, *self.plans.values())
         self._load_padding()
         self.step()  # compiles, outside of the capture
         torch.cuda.synchronize()
@@ -120,12 +121,9 @@ class Server:
             out, lse = self.out[layer, :batch], self.lse[layer, :batch]
             assert_attention(layer_problem(problem, layer), out, lse)
 
-    def tail_ends(self, name, problem):
+    def newest(self, name, problem):
         """Entries where this step's slots belong, by the plan's words."""
-        plan = self.plans[name]
-        tails = plan.words[plan.words[L.H_TAILS] :][: plan.batch_size * L.TAIL_WORDS]
-        tails = torch.from_numpy(tails.reshape(-1, L.TAIL_WORDS)).long()
-        return tails[:, L.T_DST] + problem.seq_lens.cpu().long() - 1 - tails[:, L.T_START]
+        return self.family.newest(self.plans[name], problem.seq_lens)
 
 
 def layer_problem(problem, layer):
@@ -133,9 +131,9 @@ def layer_problem(problem, layer):
     return replace(problem, q=problem.q.roll(layer, dims=-1), v=problem.v.roll(layer, dims=-1))
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["parallel_tiles", "serial_tiles"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def server(request):
-    return Server(parallel_tiles=request.param)
+    return Server(FAMILIES[request.param])
 
 
 def fresh(server, name):
@@ -170,7 +168,7 @@ def test_growing_through_replays(server, name):
         batch = problem.q.shape[0]
         assert torch.equal(server.out_cache_loc[:batch], slots)
         changed = server.replay(problem)
-        ends = server.tail_ends(name, problem)
+        ends = server.newest(name, problem)
         assert set(changed.tolist()) <= set(ends.tolist()), "an entry of no request was written"
         assert torch.equal(server.executor.workspace.kv_indices.cpu()[ends].long(), slots.cpu())
         if step in (0, 1, HEADROOM // 2, HEADROOM - 1):

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from tests.support.gpu_problems import TREES, gpu_problem, planner
-from tests.support.running import executor, load
+from tests.support.families import FAMILIES
+from tests.support.gpu_problems import TREES, gpu_problem
+from tests.support.running import load
 
 BUSY_CYCLES = 2_000_000_000  # about a second: longer than any step's host time
 
@@ -16,11 +17,13 @@ def forbid_synchronisation():
     torch.cuda.set_sync_debug_mode("default")
 
 
-def prepared():
+@pytest.fixture(params=["parallel_tiles", "row_tiles"])
+def prepared(request):
     """Two problems, their plans, an executor on which everything is compiled, and the inputs."""
     problems = [gpu_problem(TREES[name]()) for name in ("mixed", "deep")]
-    plans = [planner().plan(problem.paths) for problem in problems]
-    made = executor(problems[0], *plans)
+    family = FAMILIES[request.param]
+    plans = [family.planner().plan(problem.paths) for problem in problems]
+    made = family.executor(problems[0], *plans)
     steps = []
     for problem, plan in zip(problems, plans, strict=True):
         steps.append((problem, plan, problem.last_slots(), torch.empty_like(problem.q)))
@@ -50,17 +53,17 @@ def test_the_check_itself_finds_a_synchronisation(forbid_synchronisation):
 
 
 @pytest.mark.parametrize("kind", [steady_step, replanning_step])
-def test_a_step_never_synchronises(kind, forbid_synchronisation):
-    made, steps = prepared()
+def test_a_step_never_synchronises(kind, prepared, forbid_synchronisation):
+    made, steps = prepared
     forbid_synchronisation()
     for step in steps[::-1] if kind is replanning_step else steps[1:]:
         kind(made, step)
 
 
 @pytest.mark.parametrize("kind", [steady_step, replanning_step])
-def test_a_step_returns_while_the_device_is_busy(kind):
+def test_a_step_returns_while_the_device_is_busy(kind, prepared):
     """Also what PyTorch does not see: the host is done before the work in front of it is."""
-    made, steps = prepared()
+    made, steps = prepared
     busy = torch.cuda.Event()
     torch.cuda._sleep(BUSY_CYCLES)
     busy.record()
@@ -70,10 +73,10 @@ def test_a_step_returns_while_the_device_is_busy(kind):
     assert not busy.query(), "the host waited for the device"
 
 
-def test_a_new_plan_does_not_overtake_the_step_in_front_of_it():
+def test_a_new_plan_does_not_overtake_the_step_in_front_of_it(prepared):
     """Loaded while the device is still busy with the last plan's step, more often than there are
     upload buffers: every step runs on its own plan."""
-    made, steps = prepared()
+    made, steps = prepared
     wanted = []
     for step in steps:
         replanning_step(made, step)
