@@ -35,8 +35,9 @@ def _note(log: Path, name: str) -> None:
 def _drop_node(planted: Callable[[], None]) -> None:
     """Leave the shared node read by the most queries out of the plan."""
     from sgl_prefix_attn import plan
+    from sgl_prefix_attn.plan import row_tile_planner
 
-    make_packs = plan.make_packs
+    make_packs, make_tiles = plan.make_packs, row_tile_planner.make_tiles
 
     def faulty(*args):
         packs = make_packs(*args)
@@ -45,14 +46,20 @@ def _drop_node(planted: Callable[[], None]) -> None:
             planted()
         return changed
 
-    plan.make_packs = faulty
+    def faulty_tiles(forest, *args):
+        changed = with_largest_node_empty(forest)
+        if changed is not forest:
+            planted()
+        return make_tiles(changed, *args)
+
+    plan.make_packs, row_tile_planner.make_tiles = faulty, faulty_tiles
 
 
 def _swap_tails(planted: Callable[[], None]) -> None:
     """Read two requests' private tails from each other's slots."""
-    from sgl_prefix_attn.plan import Planner
+    from sgl_prefix_attn.plan import Planner, row_tile_planner
 
-    plan = Planner.plan_forest
+    plan, make_tiles = Planner.plan_forest, row_tile_planner.make_tiles
 
     def faulty(self, forest):
         good = plan(self, forest)
@@ -62,7 +69,15 @@ def _swap_tails(planted: Callable[[], None]) -> None:
         planted()
         return replace(good, words=words)
 
-    Planner.plan_forest = faulty
+    def faulty_tiles(forest, *args):
+        good = make_tiles(forest, *args)
+        run = with_two_tail_runs_swapped(forest, good.run)
+        if run is good.run:
+            return good
+        planted()
+        return replace(good, run=run)
+
+    Planner.plan_forest, row_tile_planner.make_tiles = faulty, faulty_tiles
 
 
 def _skip_append(planted: Callable[[], None]) -> None:
@@ -104,6 +119,41 @@ def without_largest_shared(packs):
     )
 
 
+def with_largest_node_empty(forest):
+    """Take all tokens from the node with the most queries; the same object without a node."""
+    if not forest.parent.size:
+        return forest
+    lost = np.argmax(forest.num_queries)
+    start = forest.start.copy()
+    start[lost] = forest.end[lost]
+    return replace(forest, start=start)
+
+
+def with_two_tail_runs_swapped(forest, run) -> np.ndarray:
+    """Exchange the requests of two tails among the runs of row tiles, of one place and length where
+    there are such; return the runs themselves when there are no two."""
+    from sgl_prefix_attn.plan.row_tiles import R_LEN, R_REQUEST, R_START
+
+    tails = np.flatnonzero(run[:, R_START] == forest.tail_start[run[:, R_REQUEST]])
+    pair = _two_alike(tails, run[tails][:, [R_START, R_LEN]])
+    if pair is None:
+        return run
+    changed = run.copy()
+    changed[pair, R_REQUEST] = run[pair[::-1], R_REQUEST]
+    return changed
+
+
+def _two_alike(tails: np.ndarray, places: np.ndarray) -> list[int] | None:
+    """Choose two tails, of one of the places [n, 2] if there are such; None of fewer than two."""
+    if tails.size < 2:
+        return None
+    by_place: dict[tuple[int, int], list[int]] = {}
+    for i, (start, length) in zip(tails.tolist(), places.tolist(), strict=True):
+        by_place.setdefault((start, length), []).append(i)
+    same = [group for group in by_place.values() if len(group) > 1]
+    return (same[0] if same else tails.tolist())[:2]
+
+
 def with_two_tails_swapped(plan) -> np.ndarray:
     """Exchange the rows of two tail segments in the plan's words, of one place and length where
     there are such; return the words themselves when there are no two tails."""
@@ -116,15 +166,10 @@ def with_two_tails_swapped(plan) -> np.ndarray:
     tail_words = plan.words[tail_at : tail_at + plan.batch_size * L.TAIL_WORDS]
     starts = tail_words.reshape(-1, L.TAIL_WORDS)[:, L.T_DST]
     tails = np.flatnonzero(np.isin(segments[:, L.S_DST], starts))
-    if tails.size < 2:
+    pair = _two_alike(tails, segments[tails][:, [L.S_START, L.S_LEN]])
+    if pair is None:
         return plan.words
-    by_place: dict[tuple[int, int], list[int]] = {}
-    for i in tails.tolist():
-        place = (int(segments[i, L.S_START]), int(segments[i, L.S_LEN]))
-        by_place.setdefault(place, []).append(i)
-    same = [group for group in by_place.values() if len(group) > 1]
-    a, b = (same[0] if same else tails.tolist())[:2]
     words = plan.words.copy()
-    rows = [first + i * L.SEGMENT_WORDS + L.S_ROW for i in (a, b)]
+    rows = [first + i * L.SEGMENT_WORDS + L.S_ROW for i in pair]
     words[rows] = words[rows[::-1]]
     return words

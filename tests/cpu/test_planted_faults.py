@@ -9,14 +9,16 @@ from eval.compare_outputs import faults
 from sgl_prefix_attn import plan as plan_module
 from sgl_prefix_attn.execute import reference
 from sgl_prefix_attn.execute.executor import PlanExecutor
+from sgl_prefix_attn.execute.params import Capacity
 from sgl_prefix_attn.kernels import layout as L
-from sgl_prefix_attn.plan import Planner
+from sgl_prefix_attn.plan import Planner, row_tile_planner
 from sgl_prefix_attn.records import HeadConfig
 from tests.support import plan_faults
 from tests.support.forests import planner
 from tests.support.plan_faults import FAULTS
 from tests.support.problems import assert_attention, make_problem
-from tests.support.running import loaded, run
+from tests.support.running import load, loaded, run
+from tests.support.torch_row_tiles import TorchRowTiles
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 HEADS = HeadConfig(8, 2, 64)
@@ -66,16 +68,26 @@ def test_the_comparison_finds_a_planted_fault(fault, dtype, monkeypatch):
             assert_attention(problem, *found)
 
 
+@pytest.mark.parametrize("family", ["packs", "row_tiles"])
 @pytest.mark.parametrize("fault", faults.FAULTS)
-def test_each_fault_of_the_evaluation_changes_attention(fault, monkeypatch):
+def test_each_fault_of_the_evaluation_changes_attention(fault, family, monkeypatch):
     for owner, name in (
-        (plan_module, "make_packs"), (Planner, "plan_forest"), (PlanExecutor, "append")
-    ):  # fmt: skip
+        (plan_module, "make_packs"),
+        (Planner, "plan_forest"),
+        (row_tile_planner, "make_tiles"),
+        (PlanExecutor, "append"),
+    ):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # undone at the end
     planted = []
     faults.FAULTS[fault](lambda: planted.append(fault))
     problem = make_problem(plan_faults.tree(), HEADS)
-    made = loaded(problem, planner(HEADS, "naive").plan(problem.paths))
+    if family == "packs":
+        made = loaded(problem, planner(HEADS, "naive").plan(problem.paths))
+    else:
+        plan = row_tile_planner.RowTilePlanner(HEADS, num_sms=16).plan(problem.paths)
+        backend = TorchRowTiles(HEADS, problem.dtype, torch.device("cpu"))
+        made = PlanExecutor(backend, Capacity.for_plans(plan))
+        load(made, problem, plan)
     if fault == "skip_append":
         assert_attention(problem, run(made, problem)[0])
     made.append(problem.seq_lens, problem.grow(torch.Generator().manual_seed(0)))

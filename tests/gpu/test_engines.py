@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 from itertools import pairwise
 
 import pytest
+import torch
 
 from eval.tiny_model import write_tiny_llama
 from tests.sglang.engine import Config, Run, plain, run_together
@@ -53,6 +54,7 @@ ALTERNATE = (("siblings", "alternate"),)
 FORCED_STOCK = "forced_stock"  # `prefix`, told to run stock kernels only
 LABELLED = "labelled"  # `prefix` with SGLang's LoRA labels on its graphs, and few prefix graphs
 HYBRID = "hybrid"  # Triton's prefill, our decode
+PACKS = "packs"  # `prefix` with the Triton kernels, where row tiles would run
 LIMIT = 4
 
 
@@ -71,6 +73,8 @@ def config_of(run, page_size):
         env |= {"SGL_PREFIX_ATTN_POLICY": "stock"}
     if run == LABELLED:
         env |= {"PROBE_LORA_LABELS": "1", "SGL_PREFIX_ATTN_MAX_VARIANT_BS": str(LIMIT)}
+    if run == PACKS:
+        env |= {"SGL_PREFIX_ATTN_KERNELS": "triton"}
     if run == HYBRID:
         engine |= {
             "attention_backend": None,
@@ -86,7 +90,7 @@ def runs(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("engines")
     jobs = {
         run: (config_of(run, request.param), run if run in (REFERENCE, NOISE) else TESTED)
-        for run in (REFERENCE, NOISE, TESTED, LABELLED, FORCED_STOCK, HYBRID)
+        for run in (REFERENCE, NOISE, TESTED, LABELLED, FORCED_STOCK, HYBRID, PACKS)
     }
     return first_alone(jobs, folder)
 
@@ -132,6 +136,13 @@ def test_outputs_are_as_equal_as_those_of_two_stock_backends(runs, record_proper
     ]
     assert firsts[0] == firsts[1]
     assert tested >= noise - MARGIN
+
+
+def test_both_families_of_kernels_are_as_near(runs):
+    on_hopper = torch.cuda.get_device_capability() == (9, 0)
+    assert ("prefix steps run row tiles" in runs[TESTED].log) == on_hopper
+    assert "prefix steps run packs" in runs[PACKS].log
+    assert share(runs, PACKS) >= share(runs, NOISE) - MARGIN
 
 
 @pytest.mark.parametrize("run", [TESTED, HYBRID])

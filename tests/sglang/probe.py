@@ -151,16 +151,38 @@ def _within(bounds: list[str], nth: int) -> bool:
 
 
 def _plant_faults(preparer, build, fault_file: Path):
-    plan = build.Planner.plan_forest
+    from eval.compare_outputs import faults
+    from sgl_prefix_attn.plan import row_tile_planner
+
+    make_tiles = row_tile_planner.make_tiles
+    plan, plan_row_tiles = build.Planner.plan_forest, build.RowTilePlanner.plan_forest
     load, append = build.PlanExecutor.load, build.PlanExecutor.append
     stale, init = preparer.PlanLifetime.stale, preparer.StepPreparer.__init__
     nth_plan = {}
 
-    def faulty_plan(self, forest):
+    def fault_of_plan():
         fault = _read(fault_file)
         nth = nth_plan[fault] = nth_plan.get(fault, -1) + 1
         if _fails_to_plan(fault, nth):
             raise ZeroDivisionError("planted")
+        return fault
+
+    def faulty_row_tile_plan(self, forest):
+        fault_of_plan()
+        return plan_row_tiles(self, forest)
+
+    def faulty_tiles(forest, *args):
+        fault = _read(fault_file)
+        if fault == "shared_node_dropped":
+            forest = faults.with_largest_node_empty(forest)
+        good = make_tiles(forest, *args)
+        if fault != "tails_swapped":
+            return good
+        run = faults.with_two_tail_runs_swapped(forest, good.run)
+        return dataclasses.replace(good, run=run)
+
+    def faulty_plan(self, forest):
+        fault = fault_of_plan()
         good = plan(self, forest)
         change = {"shared_node_dropped": _drop_shared_node, "tails_swapped": _swap_tails}.get(fault)
         return good if change is None else dataclasses.replace(good, words=change(good))
@@ -191,6 +213,8 @@ def _plant_faults(preparer, build, fault_file: Path):
     for reader in READERS:
         _shorten_paths(reader, fault_file)
     build.Planner.plan_forest = faulty_plan
+    build.RowTilePlanner.plan_forest = faulty_row_tile_plan
+    row_tile_planner.make_tiles = faulty_tiles
     build.PlanExecutor.load = poisoned_load
     build.PlanExecutor.append = faulty_append
 
