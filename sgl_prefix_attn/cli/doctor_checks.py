@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sgl_prefix_attn.cli.doctor_facts import PLUGIN, Facts
+from sgl_prefix_attn.execute.backends.family import choose_family
 from sgl_prefix_attn.plugin.versions import INSTALL, RELEASES, SUPPORTED, match
 from sgl_prefix_attn.settings import PREFIX, Settings
 
@@ -177,6 +178,19 @@ def check_compiler(facts: Facts) -> Verdict:
     return status, "neither gcc nor clang found", "install gcc, or set CC"
 
 
+def check_kernels(facts: Facts) -> Verdict:
+    """Which family of kernels prefix steps run; wanted row tiles that cannot run stop the start."""
+    try:
+        settings = Settings.from_env(facts.env)
+    except ValueError:
+        settings = Settings()  # the settings check names what is wrong
+    try:
+        family = choose_family(settings.kernels, settings.strategy, facts.no_row_tiles)
+    except ValueError as error:
+        return FAIL, str(error), "unset SGL_PREFIX_ATTN_KERNELS"
+    return OK, f"32/8 heads: {family}" if facts.gpu else str(family)
+
+
 def check_calibration(facts: Facts) -> Verdict:
     """Without a calibration the backend works, but its choice of kernels rests on estimates."""
     if not facts.gpu:
@@ -204,5 +218,6 @@ def run_checks(facts: Facts) -> list[Check]:
         Check("models", *check_models(facts)),
         Check("prefill", *check_prefill(facts)),
         Check("C compiler", *check_compiler(facts)),
+        Check("kernels", *check_kernels(facts)),
         Check("calibration", *check_calibration(facts)),
     ]

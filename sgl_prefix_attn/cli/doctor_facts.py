@@ -39,6 +39,7 @@ class Facts:
     `trees`: what reads the installed SGLang's prefix caches, a sentence each.
     `plugins`: what SGLang would load under our entry point's name.
     `models`: which ones the kernels of the device run.
+    `no_row_tiles`: why a server with 32/8 heads cannot run row tiles on this GPU, None if it can.
     `calibration`: what a server with 32/8 heads would find, its source, and whether the server
     would log it as a warning; "" without a GPU.
     """
@@ -54,6 +55,7 @@ class Facts:
     arch: tuple[int, int] | None = None
     compiler: str = ""
     models: str = ""
+    no_row_tiles: str | None = None
     calibration: str = ""
     calibration_source: str = ""
     calibration_warning: bool = False
@@ -80,6 +82,7 @@ def gather() -> Facts:
         arch=arch,
         compiler=_compiler(),
         models=_models(gpu),
+        no_row_tiles=_no_row_tiles() if gpu else "device:cpu",
         calibration=calibration,
         calibration_source=source,
         calibration_warning=warning,
@@ -162,6 +165,20 @@ def _calibration() -> tuple[str, str, bool]:
     except Exception as error:
         return f"{type(error).__name__}: {error}", "", True
     return found.message, found.calibration.source, found.warning
+
+
+def _no_row_tiles() -> str | None:
+    """A label, for bfloat16 and 32/8 heads of 128; what was raised where looking failed."""
+    try:
+        import torch
+
+        from sgl_prefix_attn.execute.backends.choice import why_no_row_tiles
+        from sgl_prefix_attn.records import HeadConfig
+
+        heads = HeadConfig(32, 8, 128)
+        return why_no_row_tiles(torch.device("cuda", 0), heads, torch.bfloat16)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def _hook(module: str) -> Hook:

@@ -11,14 +11,8 @@ import numpy as np
 import torch
 
 from sgl_prefix_attn.engine.ranks import agreement, cpu_group
-from sgl_prefix_attn.execute.backends.choice import (
-    ROW_TILES,
-    TRITON,
-    Family,
-    choose_family,
-    new_backend,
-    why_no_row_tiles,
-)
+from sgl_prefix_attn.execute.backends.choice import new_backend, why_no_row_tiles
+from sgl_prefix_attn.execute.backends.family import ROW_TILES, TRITON, Family, choose_family
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.self_test import check_kernels, self_test_paths
 from sgl_prefix_attn.plan import Planner

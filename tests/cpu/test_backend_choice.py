@@ -6,15 +6,17 @@ import pytest
 import torch
 
 from sgl_prefix_attn.execute.backends.choice import (
+    backend_class,
+    new_backend,
+    why_no_backend,
+    why_no_row_tiles,
+)
+from sgl_prefix_attn.execute.backends.family import (
     AUTO,
     ROW_TILES,
     TRITON,
     Family,
-    backend_class,
     choose_family,
-    new_backend,
-    why_no_backend,
-    why_no_row_tiles,
 )
 from sgl_prefix_attn.execute.backends.torch_backend import TorchBackend
 from sgl_prefix_attn.execute.backends.triton_backend import TritonBackend

@@ -28,7 +28,15 @@ GOOD = Facts(
     calibration="calibration shipped: h100.json",
     calibration_source="shipped",
 )
-ON_CPU = replace(GOOD, gpu="", arch=None, env=CPU, calibration="", calibration_source="")
+ON_CPU = replace(
+    GOOD,
+    gpu="",
+    arch=None,
+    env=CPU,
+    no_row_tiles="device:cpu",
+    calibration="",
+    calibration_source="",
+)
 
 
 def without(name: str) -> dict:
@@ -71,6 +79,10 @@ FAULTS = {
     "old GPU": (replace(GOOD, arch=(7, 5)), "device"),
     "no compiler on a GPU": (replace(GOOD, compiler=""), "C compiler"),
     "a CC that is not there": (replace(GOOD, compiler="", env={"CC": "/no/cc"}), "C compiler"),
+    "row tiles on another GPU": (
+        replace(GOOD, no_row_tiles="compute:8.0", env={"SGL_PREFIX_ATTN_KERNELS": "row_tiles"}),
+        "kernels",
+    ),
     "calibrations do not load": (
         replace(GOOD, calibration="ImportError: x", calibration_source=""),
         "calibration",
@@ -196,6 +208,30 @@ def test_the_models_that_prefix_kernels_run_are_named():
     assert "float32" in doctor_facts._models("")
     (check,) = (c for c in run_checks(replace(GOOD, models=detail)) if c.name == "models")
     assert (check.status, check.detail) == (OK, f"{detail}; others run stock attention")
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        (GOOD, "32/8 heads: row tiles"),
+        (replace(GOOD, no_row_tiles="compute:8.0"), "32/8 heads: packs"),
+        (replace(GOOD, env={"SGL_PREFIX_ATTN_STRATEGY": "pat"}), "no row tiles (strategy:pat)"),
+        (replace(GOOD, env={"SGL_PREFIX_ATTN_KERNELS": "triton"}), "no row tiles (kernels:triton)"),
+        (ON_CPU, "packs (Triton, torch on a CPU), no row tiles (device:cpu)"),
+    ],
+)
+def test_the_kernels_of_a_server_are_named(case, says):
+    (check,) = (c for c in run_checks(case) if c.name == "kernels")
+    assert check.status == OK and says in check.detail
+
+
+@pytest.mark.parametrize(
+    ("capability", "why_not"), [((9, 0), None), ((10, 0), "compute:10.0"), (None, "TypeError")]
+)
+def test_whether_row_tiles_run_is_looked_up(capability, why_not, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    found = doctor_facts._no_row_tiles()
+    assert found == why_not or (why_not == "TypeError" and found.startswith(why_not))
 
 
 def test_without_sglang_no_hook_is_blamed():

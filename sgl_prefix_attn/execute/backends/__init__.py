@@ -1,1 +1,1 @@
-"""Kernel families behind one protocol (kernel_backend.py), chosen in one place (choice.py)."""
+"""Kernel families behind one protocol (kernel_backend.py), chosen in one place (family.py)."""
