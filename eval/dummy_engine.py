@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from eval.engine_process import EngineProcess, backend_arguments, names_prefix
+from eval.engine_process import EngineProcess, backend_arguments, backend_env, names_prefix
 
 
 def engine_arguments(
@@ -43,12 +43,20 @@ def engine_arguments(
 
 
 def start(
-    stack: contextlib.ExitStack, backend: str, home: Path, arguments: dict, **options
+    stack: contextlib.ExitStack,
+    backend: str,
+    home: Path,
+    arguments: dict,
+    *,
+    plugin: str | None = None,
+    env: dict[str, str] | None = None,
 ) -> EngineProcess:
-    """Start an engine of a backend, ended by `stack`. options: EngineProcess's."""
+    """Start an engine of a backend, ended by `stack`; plugin and env are EngineProcess's."""
     print(f"starting {backend}", flush=True)
     arguments = arguments | backend_arguments(backend)
-    process = EngineProcess(arguments, home, product=names_prefix(backend), **options)
+    env = backend_env(backend) | (env or {})
+    product = names_prefix(backend)
+    process = EngineProcess(arguments, home, product=product, plugin=plugin, env=env)
     engine = stack.enter_context(process)
     print(f"{backend} is up after {engine.start_s} s", flush=True)
     return engine

@@ -125,19 +125,34 @@ def end_on_sigterm() -> None:
 
 def backend_arguments(backend: str) -> dict:
     """Return engine arguments of a backend name; PREFILL/DECODE gives each its own."""
-    prefill, _, decode = backend.partition("/")
+    prefill, _, decode = _in_sglang(backend).partition("/")
     if not decode:
-        return {"attention_backend": backend}
+        return {"attention_backend": prefill}
     return {"prefill_attention_backend": prefill, "decode_attention_backend": decode}
 
 
+def backend_env(backend: str) -> dict[str, str]:
+    """Return environment variables of a backend name: prefix:KERNELS forces a family of kernels."""
+    kernels = backend.partition(":")[2]
+    return {"SGL_PREFIX_ATTN_KERNELS": kernels} if kernels else {}
+
+
+def folder_name(backend: str) -> str:
+    """Name a folder for a backend, one that may stand on a search path."""
+    return backend.replace("/", "-").replace(":", "-")
+
+
 def uses_prefix(backend: str) -> bool:
-    return backend.rpartition("/")[2] == "prefix"
+    return _in_sglang(backend).rpartition("/")[2] == "prefix"
 
 
 def names_prefix(backend: str) -> bool:
     """Tell whether SGLang needs the product's plugin to know the backend."""
-    return "prefix" in backend.split("/")
+    return "prefix" in _in_sglang(backend).split("/")
+
+
+def _in_sglang(backend: str) -> str:
+    return backend.partition(":")[0]
 
 
 def plugin_names(*, product: bool, evaluation: bool) -> list[str]:

@@ -19,7 +19,7 @@ from eval.bench_engine.decode_times import Samples, alternate, each_tpot_ms, tpo
 from eval.bench_engine.workloads import NAMED, Workload, parse_workloads
 from eval.cli_values import device, several
 from eval.dummy_engine import engine_arguments, start
-from eval.engine_process import EngineError, end_on_sigterm, uses_prefix
+from eval.engine_process import EngineError, end_on_sigterm, folder_name, uses_prefix
 from eval.model_shapes import SHAPES, write_config
 from sgl_prefix_attn.cli.argument_types import count
 
@@ -63,7 +63,7 @@ def _run_group(group, folder: Path, args, workloads, new_tokens, rows: list[dict
     with contextlib.ExitStack() as stack:
         engines, times = {}, {}
         for backend in group:
-            home = folder / backend.replace("/", "-")
+            home = folder / folder_name(backend)
             times[backend] = home / "host.json"
             plugin = host_times.__name__ if uses_prefix(backend) else None
             env = {host_times.ENV: str(times[backend])}
@@ -130,7 +130,9 @@ def _parse(argv: list[str]):
     parser = argparse.ArgumentParser(prog="python -m eval.bench_engine", description=__doc__)
     parser.add_argument("--model-shape", default="llama3.1-8b", choices=list(SHAPES))
     parser.add_argument(
-        "--backends", default="prefix,flashinfer", help="such as prefix,flashinfer,fa3,fa3/prefix"
+        "--backends",
+        default="prefix,flashinfer",
+        help="such as prefix,flashinfer,fa3,fa3/prefix; prefix:KERNELS forces its kernels",
     )
     parser.add_argument("--baseline", default="flashinfer")
     parser.add_argument("--workloads", default=",".join(NAMED), help="or 64x8192+256")

@@ -18,7 +18,7 @@ from eval.bench_trace import replay_figures, trace, trace_tables
 from eval.bench_trace.replays import alternate, warm_up, write_requests
 from eval.cli_values import amount, device, several
 from eval.dummy_engine import engine_arguments, start
-from eval.engine_process import EngineError, end_on_sigterm
+from eval.engine_process import EngineError, end_on_sigterm, folder_name
 from eval.model_shapes import SHAPES, write_config
 from sgl_prefix_attn.cli.argument_types import count
 
@@ -64,7 +64,7 @@ def _run(folder: Path, args, windows: dict[float, trace.Window], meta: dict, row
     with contextlib.ExitStack() as stack:
         engines = {}
         for backend in args.backends:
-            engine = start(stack, backend, folder / backend.replace("/", "-"), arguments)
+            engine = start(stack, backend, folder / folder_name(backend), arguments)
             if engine.pool_tokens < arguments["max_total_tokens"]:
                 raise EngineError(
                     f"{backend} has room for {engine.pool_tokens} KV tokens only: --pool-tokens "

@@ -27,7 +27,9 @@ from eval.engine_process import (
     EngineError,
     EngineProcess,
     backend_arguments,
+    backend_env,
     end_on_sigterm,
+    folder_name,
     uses_prefix,
 )
 from eval.model_shapes import SHAPES
@@ -50,7 +52,7 @@ def main(argv: list[str]) -> int:
             model = seeded_engine.write_model(Path(folder) / "model", args.model_shape, args.layers)
             for page_size in args.page_size:
                 for backend in args.backends:
-                    home = Path(folder) / f"page-{page_size}" / backend.replace("/", "-")
+                    home = Path(folder) / f"page-{page_size}" / folder_name(backend)
                     rows += _judge_engine(backend, page_size, model, home, args)
         except EngineError as error:
             print(f"no judgement: {error}", file=sys.stderr)
@@ -69,7 +71,7 @@ def _judge_engine(backend: str, page_size: int, model: Path, home: Path, args) -
     env = dump.configure(folder, layers, seeded_engine.MAX_RUNNING_REQUESTS)
     if uses_prefix(backend):
         # Prefix kernels in every step that can run them: they are judged here, not the policy.
-        env["SGL_PREFIX_ATTN_POLICY"] = "prefix"
+        env |= {"SGL_PREFIX_ATTN_POLICY": "prefix"} | backend_env(backend)
     fault = args.fault if uses_prefix(backend) else None
     if fault:
         env |= {faults.FAULT_ENV: fault, faults.LOG_ENV: str(fault_log)}
@@ -137,7 +139,9 @@ def _parse(argv: list[str]):
     parser = argparse.ArgumentParser(prog="python -m eval.compare_outputs", description=__doc__)
     parser.add_argument("what", choices=["layers"], help="the attention of three layers")
     parser.add_argument(
-        "--backends", default="prefix,flashinfer", help="each a name or PREFILL/DECODE"
+        "--backends",
+        default="prefix,flashinfer",
+        help="each a name or PREFILL/DECODE; prefix:KERNELS forces its kernels",
     )
     parser.add_argument("--disable-cuda-graph", action="store_true")
     parser.add_argument("--model-shape", default="llama3.1-8b", choices=list(SHAPES))

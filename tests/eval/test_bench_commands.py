@@ -21,7 +21,9 @@ from eval.engine_process import (
     EngineError,
     EngineProcess,
     backend_arguments,
+    backend_env,
     environment,
+    folder_name,
     names_prefix,
     uses_prefix,
 )  # fmt: skip
@@ -210,6 +212,12 @@ def test_names_of_backends_and_of_model_shapes(tmp_path):
         "prefill_attention_backend": "fa3",
         "decode_attention_backend": "prefix",
     }
+    assert backend_arguments("fa3/prefix:triton") == backend_arguments("fa3/prefix")
+    assert backend_arguments("prefix:row_tiles") == {"attention_backend": "prefix"}
+    assert backend_env("prefix:triton") == {"SGL_PREFIX_ATTN_KERNELS": "triton"}
+    assert backend_env("prefix") == backend_env("fa3") == {}
+    assert uses_prefix("fa3/prefix:triton") and names_prefix("prefix:row_tiles")
+    assert folder_name("fa3/prefix:triton") == "fa3-prefix-triton"
     assert uses_prefix("prefix") and uses_prefix("fa3/prefix") and not uses_prefix("prefix/fa3")
     assert names_prefix("prefix/fa3") and names_prefix("fa3/prefix") and not names_prefix("fa3")
 
