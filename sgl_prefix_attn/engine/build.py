@@ -14,7 +14,7 @@ from sgl_prefix_attn.engine.ranks import agreement, cpu_group
 from sgl_prefix_attn.execute.backends.choice import new_backend, why_no_row_tiles
 from sgl_prefix_attn.execute.backends.family import ROW_TILES, TRITON, Family, choose_family
 from sgl_prefix_attn.execute.executor import PlanExecutor
-from sgl_prefix_attn.execute.self_test import check_kernels, self_test_paths
+from sgl_prefix_attn.execute.self_test import KernelsHang, check_kernels, self_test_paths
 from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.plan.capacity import Capacity
 from sgl_prefix_attn.plan.forest import build_forest
@@ -45,7 +45,7 @@ def build(runner, heads: HeadConfig, settings: Settings) -> Execution:
     """Build what runs prefix steps over the heads of a ModelRunner's layers, and log its family.
 
     Raises ValueError where row tiles are wanted that cannot run, or for a headroom that does not
-    fit the device's memory; RuntimeError where row tiles are wanted that fail.
+    fit the device's memory; RuntimeError where row tiles hang, or are wanted and fail.
     """
     _check_headroom(settings.headroom, runner.req_to_token_pool.size, torch.device(runner.device))
     calibration = _calibration(runner, heads)
@@ -67,6 +67,8 @@ def _row_tiles_that_work(
     built, error = None, None
     try:
         built = _row_tiles(runner, heads, settings, calibration)
+    except KernelsHang as hang:
+        raise KernelsHang(f"{hang}; set SGL_PREFIX_ATTN_KERNELS=triton") from hang
     except torch.AcceleratorError:
         raise  # nothing else runs in this CUDA context either
     except Exception as raised:

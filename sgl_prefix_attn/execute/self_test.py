@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 import numpy as np
@@ -16,6 +17,12 @@ from sgl_prefix_attn.records import HeadConfig, PathTable, StepPlan
 # Three requests below a node; whole and partial blocks, shared and private.
 _SHARED, _TAILS = 300, (1, 64, 150)
 _ROW = 512  # columns of req_to_token
+# A launch takes microseconds; other work on the GPU may be in front of it.
+_DEADLINE_S = 60.0
+
+
+class KernelsHang(RuntimeError):
+    """Kernels do not end: nothing else runs on this device until the process does."""
 
 
 def self_test_paths() -> PathTable:
@@ -40,8 +47,8 @@ def check_kernels(
     """Run each plan of self_test_paths(), and a step that appends to it, against full attention.
 
     soft_cap of the model's layers: with and without are two kernels. Raises RuntimeError for
-    outputs that are further off than twice the error of torch in `dtype`, and whatever compiling
-    and launching raise.
+    outputs that are further off than twice the error of torch in `dtype`, KernelsHang, and whatever
+    compiling and launching raise.
     """
     generator = torch.Generator().manual_seed(0)
     batch = len(_TAILS)
@@ -66,6 +73,7 @@ def check_kernels(
             executor.append(lens, table[pool, lens - 1].long())
             out = torch.full_like(q, float("nan"))
             executor.run(LayerParams(q, k, v, lens, out, None, scale, soft_cap))
+            wait_for(device, _DEADLINE_S)
             want, same_dtype = (
                 full_attention(
                     q, k, v, table, pool, lens, sm_scale=scale, logits_soft_cap=soft_cap, dtype=kind
@@ -80,3 +88,16 @@ def check_kernels(
                     f"the kernels' self-test is {error:.2g} off full attention, allowed is "
                     f"{bound:.2g}"
                 )
+
+
+def wait_for(device: torch.device, seconds: float) -> None:
+    """Wait until the device has done what is queued, but not for ever. Raises KernelsHang."""
+    if device.type != "cuda":
+        return
+    done = torch.cuda.Event()
+    done.record()
+    end = time.monotonic() + seconds
+    while not done.query():
+        if time.monotonic() > end:
+            raise KernelsHang(f"the kernels' self-test did not end within {seconds:.0f} s")
+        time.sleep(0.001)

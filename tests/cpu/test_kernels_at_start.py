@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from sgl_prefix_attn.engine import build
+from sgl_prefix_attn.execute import self_test
 from sgl_prefix_attn.execute.backends.torch_backend import TorchBackend
-from sgl_prefix_attn.execute.self_test import check_kernels, self_test_paths
+from sgl_prefix_attn.execute.self_test import KernelsHang, check_kernels, self_test_paths
 from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
@@ -103,6 +104,34 @@ def test_ranks_start_alike(monkeypatch, caplog):
 
     monkeypatch.setattr(build, "agreement", agreement)
     assert not start(caplog)[1] and told == [True]
+
+
+def test_kernels_that_hang_stop_the_start(monkeypatch):
+    """They keep the device: what helps is said, and nothing else is tried on it."""
+
+    def hang(*args):
+        raise KernelsHang("no end")
+
+    monkeypatch.setattr(self_test, "wait_for", hang)
+    with pytest.raises(KernelsHang, match="no end; set SGL_PREFIX_ATTN_KERNELS=triton"):
+        build.build(runner(), HEADS, Settings())
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_waiting_for_a_device_ends(queries, monkeypatch):
+    left = [queries]
+
+    def query():
+        left[0] -= 1
+        return left[0] < 0
+
+    event = SimpleNamespace(record=lambda: None, query=query)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    self_test.wait_for(torch.device("cuda"), 60.0)
+    assert left == [-1]
+    left[0] = 10**9
+    with pytest.raises(KernelsHang, match="within 0 s"):
+        self_test.wait_for(torch.device("cuda"), 0.01)
 
 
 def test_a_lost_context_is_not_survived(monkeypatch):

@@ -1,0 +1,86 @@
+"""Row tiles as a server on Hopper starts them: room, self-test, and what is left when they fail."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sgl_prefix_attn.execute.backends.choice import why_no_row_tiles
+from sgl_prefix_attn.execute.backends.gluon_backend import GluonBackend
+from sgl_prefix_attn.execute.executor import PlanExecutor
+from sgl_prefix_attn.execute.self_test import check_kernels, self_test_paths
+from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
+from sgl_prefix_attn.records import HeadConfig
+from tests.support.gpu_problems import DEVICE, LLAMA, gpu_problem
+from tests.support.problems import assert_attention
+from tests.support.running import load, poison, run
+
+HEADS = [LLAMA, HeadConfig(16, 1, 64), HeadConfig(8, 8, 128)]
+DEV = torch.device(DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def _hopper():
+    if why_no_row_tiles(DEV, LLAMA, torch.bfloat16) is not None:
+        pytest.skip("the row-tile kernel is for sm_90")
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, 30.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_the_self_test_passes(heads, dtype, soft_cap):
+    backend = GluonBackend(heads, dtype, DEV)
+    check_kernels(backend, every_plan(backend), heads, dtype, DEV, soft_cap)
+
+
+def every_plan(backend):
+    planner = RowTilePlanner(backend.heads, num_sms=backend.num_sms, headroom=2)
+    forest = build_forest(self_test_paths())
+    return [planner.serialize(forest, cut) for cut in planner.cuts(forest)]
+
+
+def test_the_self_test_finds_kernels_that_forget_the_newest_token(monkeypatch):
+    monkeypatch.setattr(GluonBackend, "append", lambda *args: None)
+    backend = GluonBackend(LLAMA, torch.bfloat16, DEV)
+    with pytest.raises(RuntimeError, match="off full attention"):
+        check_kernels(backend, every_plan(backend), LLAMA, torch.bfloat16, DEV, 0.0)
+
+
+def test_a_workspace_for_a_server_runs_plans_of_any_size():
+    """The kernel asks for slots and flags ahead of what a plan has: the room is there."""
+    backend = GluonBackend(LLAMA, torch.bfloat16, DEV)
+    problem = gpu_problem(self_test_paths())
+    capacity = backend.server_capacity(256, problem.k.shape[0], 64)
+    made = PlanExecutor(backend, capacity)
+    poison(made, problem)
+    for plan in every_plan(backend):
+        assert capacity.covers(plan)
+        load(made, problem, plan)
+        out, lse = run(made, problem)
+        assert_attention(problem, out, lse)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_server_starts_with_what_works(works, monkeypatch):
+    pytest.importorskip("sglang")
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    from sgl_prefix_attn.engine import build
+    from sgl_prefix_attn.settings import Settings
+
+    if not works:
+        monkeypatch.setattr(GluonBackend, "forward", lambda *args: None)
+    runner = SimpleNamespace(
+        device=DEVICE,
+        dtype=torch.bfloat16,
+        kv_cache_dtype=torch.bfloat16,
+        page_size=1,
+        model=torch.nn.Sequential(RadixAttention(32, 128, 0.1, 8, layer_id=0)),
+        req_to_token_pool=SimpleNamespace(size=256),
+        max_total_num_tokens=1 << 16,
+        ps=SimpleNamespace(tp_size=1),
+    )
+    built = build.build(runner, LLAMA, Settings())
+    assert isinstance(built.planner, RowTilePlanner) == works
+    assert isinstance(built.executor.backend, GluonBackend) == works
