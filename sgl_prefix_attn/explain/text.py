@@ -119,7 +119,7 @@ def _totals(view: PlanView) -> Text:
 
 
 def _decision(decision: Decision) -> str:
-    chosen = f"a server would run {decision.variant} kernels ({decision.reason})"
+    chosen = f"a server that runs packs would run {decision.variant} kernels ({decision.reason})"
     times = decision.predicted
     if times is None:
         return chosen

@@ -37,7 +37,7 @@ _COUNTERS = (
         "Host seconds of reading the tree, predicting and planning, by how that ended.",
         "outcome",
     ),
-    ("plan_packs_total", "Packs of the plans made."),
+    ("plan_packs_total", "Packs, or row tiles, of the plans made."),
     ("plan_work_items_total", "Work items per KV head and layer of the plans made."),
     (
         "check_mismatches_total",
