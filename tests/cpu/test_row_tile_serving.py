@@ -13,6 +13,7 @@ from sgl_prefix_attn.execute.reference import full_attention
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.paths.radix_reader import RadixReader
 from sgl_prefix_attn.paths.tree_reader import RunningBatch
+from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.predict.predictor import RowTilePredictor
 from sgl_prefix_attn.records import Decision, HeadConfig
@@ -21,7 +22,7 @@ from sgl_prefix_attn.step.policy import STOCK_STEPS
 from sgl_prefix_attn.step.preparer import StepPreparer
 from tests.support.calibrations import calibration
 from tests.support.fake_sglang import World
-from tests.support.forests import path_tables
+from tests.support.forests import path_table, path_tables
 from tests.support.torch_row_tiles import TorchRowTiles
 
 HEADS = HeadConfig(8, 2, 16)
@@ -160,9 +161,19 @@ def test_a_server_has_room_for_every_batch_of_its_size(paths, headroom):
     """In the widest tiles at the least: requests and KV tokens are at their limit."""
     for heads in (HEADS, HeadConfig(16, 1, 16), HeadConfig(2, 2, 16)):
         backend = TorchRowTiles(heads, torch.float16, CPU)
-        tokens = int(paths.length.sum() + paths.seq_lens.sum())  # an upper bound of what differs
+        tokens = build_forest(paths).unique_tokens
         capacity = backend.server_capacity(paths.leaf.size, tokens, headroom)
         planner = RowTilePlanner(
             heads, num_sms=backend.num_sms, headroom=headroom, fits=capacity.covers
         )
         assert capacity.covers(planner.plan(paths))
+
+
+@pytest.mark.parametrize("heads", [HeadConfig(32, 8, 128), HeadConfig(16, 1, 128)], ids=str)
+def test_a_long_prefix_that_many_tiles_read_fits_a_small_pool(heads):
+    paths = path_table([(-1, 30000)], [0] * 1024, [16] * 1024)
+    backend = TorchRowTiles(heads, torch.float16, CPU)
+    capacity = backend.server_capacity(1024, build_forest(paths).unique_tokens, 64)
+    planner = RowTilePlanner(heads, num_sms=132, fits=capacity.covers)
+    assert capacity.covers(planner.plan(paths))
+    assert capacity.index_slots < 1 << 23

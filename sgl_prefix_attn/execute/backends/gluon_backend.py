@@ -21,7 +21,9 @@ from sgl_prefix_attn.kernels.gluon.slots import append_token_kernel, fill_blocks
 from sgl_prefix_attn.records import HeadConfig, StepPlan
 
 _FILL_STEP = 1024
-_READS = 8  # of a KV slot, by tiles of one plan; 8 bytes each
+# How often tiles of one plan may read each KV slot of a server, and how many reads (8 bytes each)
+# there is room for in any case: few slots may be shared by many tiles.
+_READS, _LEAST_READS = 8, 1 << 23
 
 
 @dataclass(frozen=True)
@@ -75,17 +77,18 @@ class GluonBackend:
     def server_capacity(self, max_batch: int, max_tokens: int, headroom: int) -> Capacity:
         """Return enough for max_batch requests over max_tokens KV slots.
 
-        In the widest tiles every slot, as often as there are tiles that may read it, but at most
-        _READS times: the planner takes wider tiles before a step goes to stock kernels. Headroom
-        and unfilled blocks for every request, and six runs of KV per request on average.
+        In the widest tiles every slot, as often as there are tiles that may read it, up to _READS
+        times or _LEAST_READS in all: the planner takes wider tiles before a step goes to stock
+        kernels. Headroom and unfilled blocks for every request, and six runs of KV per request on
+        average.
         """
         # the planner's split tiles have at most about as many parts as there are SMs for a head
         parts = 2 * (self.num_sms // self.heads.num_kv_heads + 1)
         items = max_batch + parts
-        widest = W.queries_per_tile(self.heads.group_size)
-        reads = min(_READS, triton.cdiv(max_batch, widest))
+        tiles = triton.cdiv(max_batch, W.queries_per_tile(self.heads.group_size))
+        reads = min(tiles * max_tokens, max(_READS * max_tokens, _LEAST_READS))
         # besides whole blocks a tile has one that is masked, one of growth and its first blocks
-        blocks = triton.cdiv(reads * max_tokens + headroom * max_batch, W.BLOCK)
+        blocks = triton.cdiv(reads + headroom * max_batch, W.BLOCK)
         blocks += (2 + W.PRE) * items + W.PRE
         segments = 2 * (6 * max_batch) + 2 * items
         return Capacity(
