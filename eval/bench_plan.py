@@ -31,6 +31,7 @@ from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.paths.radix_reader import RadixReader
 from sgl_prefix_attn.paths.tree_reader import RunningBatch
 from sgl_prefix_attn.plan import CostModel, Planner
+from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.plan.tile_defaults import default_tile_set
 from sgl_prefix_attn.predict.startup import default_costs
 from sgl_prefix_attn.records import HeadConfig
@@ -99,7 +100,7 @@ def fake_requests(tree: Tree) -> list[Request]:
     return [Request(node, tree.seq_len, i) for i, node in enumerate(above)]
 
 
-def measure(batch: int, levels: int, planner: Planner, repeats: int) -> dict:
+def measure(batch: int, levels: int, planner: Planner | RowTilePlanner, repeats: int) -> dict:
     """Time each kind of step, and the walk and the planner alone: median milliseconds."""
     reqs = fake_requests(tree_of(batch + 1, levels))
     fewer = reqs[:-1]
@@ -153,15 +154,25 @@ def median_ms(
     return statistics.median(times) * 1e3
 
 
-def _planner(strategy: str) -> Planner:
+def _planner(strategy: str, kernels: str) -> Planner | RowTilePlanner:
+    planner = _of_packs(strategy) if kernels == "triton" else _of_row_tiles(strategy)
+    planner.warm_up()
+    return planner
+
+
+def _of_row_tiles(strategy: str) -> RowTilePlanner:
+    if strategy != "calibrated":
+        raise ValueError(f"row tiles are cut by `calibrated` alone, not {strategy!r}")
+    return RowTilePlanner(_HEADS, num_sms=_H100_SMS)
+
+
+def _of_packs(strategy: str) -> Planner:
     if torch.cuda.is_available():
         tile_set, costs = default_tile_set("cuda", _HEADS), default_costs("cuda", _HEADS)
     else:
         tile_set = replace(default_tile_set("cpu", _HEADS), num_sms=_H100_SMS)
         costs = CostModel.for_gpu(_H100, _HEADS)
-    planner = Planner(_HEADS, tile_set=tile_set, strategy=strategy, costs=costs)
-    planner.warm_up()
-    return planner
+    return Planner(_HEADS, tile_set=tile_set, strategy=strategy, costs=costs)
 
 
 def main(argv: list[str]) -> int:
@@ -170,10 +181,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--batches", type=several(count), default=BATCHES)
     parser.add_argument("--levels", type=several(count), default=LEVELS)
     parser.add_argument("--strategy", default="calibrated")
+    parser.add_argument("--kernels", choices=["triton", "row_tiles"], default="triton")
     parser.add_argument("--repeats", type=count, default=51)
     args = parser.parse_args(argv)
     try:
-        planner = _planner(args.strategy)
+        planner = _planner(args.strategy, args.kernels)
     except ValueError as error:
         parser.error(f"argument --strategy: {error}")
     if hasattr(os, "sched_setaffinity"):
@@ -195,7 +207,7 @@ def main(argv: list[str]) -> int:
     for line in missed:
         print(f"target missed at 256 requests on 4 levels: {line}")
     if args.json:
-        meta = provenance.collect("eval.bench_plan", argv, num_sms=planner.tile_set.num_sms)
+        meta = provenance.collect("eval.bench_plan", argv)
         provenance.save(args.json, meta, rows)
     return 1 if missed else 0
 
