@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from sgl_prefix_attn.jit import cached_njit
 from sgl_prefix_attn.kernels.gluon import words as W
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.row_tile_time import RowTileRates, part_costs, predict_us
@@ -105,22 +106,23 @@ class RowTilePlanner:
             yield Cut(leaves, nothing, np.zeros(0, np.int64), np.zeros(0), self.rates.fixed)
             return
         most = W.queries_per_tile(self.heads.group_size)
+        unique_tokens = forest.unique_tokens
         seen = set()
         while most >= 1:
             for edge in (cut_evenly(batch, most), cut_at_roots(leaves.root, most)):
                 if edge.tobytes() not in seen:
                     seen.add(edge.tobytes())
                     tiles = make_tiles(forest, leaves, edge, self.heads.group_size)
-                    yield from self._split(forest, leaves, tiles)
+                    yield from self._split(unique_tokens, leaves, tiles)
             most //= 2
 
-    def _split(self, forest: Forest, leaves: LeafOrder, tiles: RowTiles) -> Iterator[Cut]:
+    def _split(self, unique_tokens: int, leaves: LeafOrder, tiles: RowTiles) -> Iterator[Cut]:
         costs = part_costs(tiles, self.heads, self.rates)
         parts = np.ones(costs.size, np.int64)
 
         def cut(parts: np.ndarray) -> Cut:
             us = predict_us(
-                tiles, costs, parts, forest.unique_tokens, self.heads, self.num_sms, self.rates
+                tiles, costs, parts, unique_tokens, self.heads, self.num_sms, self.rates
             )
             return Cut(leaves, tiles, parts, costs, us)
 
@@ -139,17 +141,21 @@ class RowTilePlanner:
                 yield cut(parts)
 
 
+@cached_njit
 def parts_within(costs: np.ndarray, budget: int, most: np.ndarray) -> np.ndarray:
-    """Parts int [T] of tiles that cost so much, in all at most `budget` and of each at most `most`
-    int [T]: always one more for the tile whose parts are the heaviest."""
+    """Parts int [T] of tiles that cost so much, in all at most `budget`, or that and one for each
+    tile whose share is less, and of each at most `most` int [T]: always one more for the tile whose
+    parts are the heaviest."""
     parts = np.ones(costs.size, np.int64)
     if costs.size < budget:
         share = costs / costs.sum() * budget
-        parts = np.clip(share.astype(np.int64), 1, most)
-    for _ in range(max(0, budget - int(parts.sum()))):
-        weight = np.where(parts < most, costs / parts, -1.0)
-        tile = int(weight.argmax())
-        if weight[tile] < 0 or costs[tile] / parts[tile] < (costs / parts).max():
+        for i in range(costs.size):
+            parts[i] = min(max(int(share[i]), 1), most[i])
+    for _ in range(max(0, budget - parts.sum())):
+        weight = costs / parts
+        heaviest = weight.max()
+        tile = np.where(parts < most, weight, -1.0).argmax()
+        if parts[tile] >= most[tile] or weight[tile] < heaviest:
             break
         parts[tile] += 1
     return parts

@@ -71,22 +71,10 @@ def predict_us(
     rates: RowTileRates,
 ) -> float:
     """Microseconds of one layer: costs float [T] from part_costs, parts int [T] of each tile."""
-    wide = np.diff(tiles.edge) * heads.group_size > W.HALF_ROWS
-    item = costs / parts + np.where(wide, rates.item, rates.item / 2)
-    busiest = _busiest_cta(item, parts, heads.num_kv_heads, num_sms)
-    token_bytes = 4 * heads.head_dim * heads.num_kv_heads
-    results = 2 * int(tiles.edge[-1]) * heads.num_qo_heads * heads.head_dim
-    memory = unique_tokens * token_bytes / rates.hbm + results / 6e6
-    blocks = int(tiles.blocks[:, : B_MASKED + 1].sum())
-    l2 = blocks * W.BLOCK * token_bytes / rates.l2
-    terms = np.array([busiest, memory, l2])
-    us = float((terms**rates.overlap).sum() ** (1 / rates.overlap)) + rates.fixed
-    most = int(parts.max())
-    if most > 1:
-        rows = int((np.diff(tiles.edge) * np.where(parts > 1, parts, 0)).sum())
-        partial_bytes = rows * heads.num_qo_heads * (2 * heads.head_dim + 8)
-        us += rates.split + rates.part * most + partial_bytes / rates.partial
-    return us
+    return _predict_us(
+        tuple(vars(rates).values()), tiles.edge, tiles.blocks, costs, parts, unique_tokens,
+        heads.num_qo_heads, heads.num_kv_heads, heads.head_dim, num_sms,
+    )  # fmt: skip
 
 
 @cached_njit
@@ -100,3 +88,33 @@ def _busiest_cta(item, parts, num_kv_heads, num_sms):
             load[cta if turn % 2 == 0 else num_sms - 1 - cta] += item[tile]
             ticket += 1
     return load.max()
+
+
+@cached_njit
+def _predict_us(
+    rates, edge, blocks, costs, parts, unique_tokens, num_qo_heads, num_kv_heads, head_dim, num_sms
+):
+    """The formula with rates in the order of RowTileRates' fields."""
+    _, _, _, _, per_item, hbm, l2, fixed, split, per_part, partial, overlap = rates
+    group = num_qo_heads // num_kv_heads
+    item = np.empty(costs.size)
+    read, partial_rows, most = 0, 0, 1
+    for t in range(costs.size):
+        queries = edge[t + 1] - edge[t]
+        wide = queries * group > W.HALF_ROWS
+        item[t] = costs[t] / parts[t] + (per_item if wide else per_item / 2)
+        read += blocks[t, B_UNMASKED] + blocks[t, B_MASKED]
+        if parts[t] > 1:
+            partial_rows += queries * parts[t]
+            most = max(most, parts[t])
+    token_bytes = 4.0 * head_dim * num_kv_heads
+    results = 2.0 * edge[-1] * num_qo_heads * head_dim
+    busiest = _busiest_cta(item, parts, num_kv_heads, num_sms)
+    memory = unique_tokens * token_bytes / hbm + results / 6e6
+    gathered = read * W.BLOCK * token_bytes / l2
+    terms = busiest**overlap + memory**overlap + gathered**overlap
+    us = terms ** (1 / overlap) + fixed
+    if most > 1:
+        partial_bytes = partial_rows * num_qo_heads * (2.0 * head_dim + 8)
+        us += split + per_part * most + partial_bytes / partial
+    return us

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sgl_prefix_attn.execute import reference
 from sgl_prefix_attn.execute import row_tile_reference as oracle
 from sgl_prefix_attn.kernels.gluon import words as W
-from sgl_prefix_attn.plan import row_tile_words, row_tiles
+from sgl_prefix_attn.plan import row_tile_time, row_tile_words, row_tiles
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner, parts_within
 from sgl_prefix_attn.plan.row_tiles import cut_at_roots, order_leaves
@@ -119,7 +119,11 @@ def test_a_step_behind_the_headroom_is_not_written():
 def test_warming_up_compiles_every_loop():
     made = planner(HEADS[0])
     made.warm_up()
-    compiled = {loop: len(loop.signatures) for loop in (row_tiles._tile, row_tile_words._serialize)}
+    loops = (
+        row_tiles._tile, row_tile_words._serialize, row_tile_time._predict_us, parts_within
+    )  # fmt: skip
+    compiled = {loop: len(loop.signatures) for loop in loops}
+    assert all(compiled.values())
     made.plan(random_paths(6, 30, 8))
     assert all(len(loop.signatures) == count for loop, count in compiled.items())
 
