@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sgl_prefix_attn.engine import build
+from sgl_prefix_attn.engine import build, sglang_config
 from sgl_prefix_attn.execute import self_test
 from sgl_prefix_attn.execute.backends.torch_backend import TorchBackend
 from sgl_prefix_attn.execute.self_test import KernelsHang, check_kernels, self_test_paths
@@ -15,6 +15,7 @@ from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.records import HeadConfig
 from sgl_prefix_attn.settings import Settings
+from tests.support.parallel import ranks
 from tests.support.torch_row_tiles import TorchRowTiles, say_that_row_tiles_run
 
 HEADS = HeadConfig(8, 2, 16)
@@ -31,13 +32,13 @@ def runner(soft_cap=0.0):
         model=torch.nn.Sequential(layer),
         req_to_token_pool=SimpleNamespace(size=4),
         max_total_num_tokens=256,
-        ps=SimpleNamespace(tp_size=1),
     )
 
 
 @pytest.fixture(autouse=True)
 def on_hopper(monkeypatch):
     say_that_row_tiles_run(monkeypatch)
+    monkeypatch.setattr(sglang_config, "parallel", ranks)
 
 
 def start(caplog, settings=Settings(), **options):  # noqa: B008
@@ -99,7 +100,7 @@ def test_ranks_start_alike(monkeypatch, caplog):
     """Row tiles that failed on another rank run on none."""
     told = []
 
-    def agreement(runner):
+    def agreement():
         return lambda ok: told.append(ok) or False
 
     monkeypatch.setattr(build, "agreement", agreement)
