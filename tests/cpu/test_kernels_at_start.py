@@ -37,7 +37,7 @@ def runner(soft_cap=0.0):
 
 @pytest.fixture(autouse=True)
 def on_hopper(monkeypatch):
-    say_that_row_tiles_run(monkeypatch)
+    say_that_row_tiles_run(monkeypatch.setattr)
     monkeypatch.setattr(sglang_config, "parallel", ranks)
 
 

@@ -52,7 +52,7 @@ def server(request, monkeypatch):
     from tests.sglang.fake_server import Server
 
     if request.param == "row_tiles":
-        say_that_row_tiles_run(monkeypatch)
+        say_that_row_tiles_run(monkeypatch.setattr)
     made = Server(monkeypatch)
     is_row_tiles = isinstance(made.backend._executor.backend, TorchRowTiles)
     assert is_row_tiles == (request.param == "row_tiles")

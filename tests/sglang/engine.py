@@ -142,7 +142,8 @@ def _write_site(site: Path) -> None:
     info = site / "prefix_attn_probe-0.dist-info"
     info.mkdir(parents=True)
     (site / PACKAGE).symlink_to(HERE)
-    (site / "eval").symlink_to(HERE.parents[1] / "eval")  # the probe plants its faults, too
+    for name in ("eval", "tests"):  # of which the probe uses some
+        (site / name).symlink_to(HERE.parents[1] / name)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: prefix-attn-probe\nVersion: 0\n")
     (info / "entry_points.txt").write_text(
         f"[sglang.srt.plugins]\nprefix_attn_probe = {PACKAGE}.probe:register\n"

@@ -4,6 +4,7 @@ engine.py puts a dist-info folder with its entry point on the engine's path. Ste
 $PROBE_STEPS as JSON lines, with the tensor-parallel rank that made each; the fault to plant is read
 from $PROBE_FAULT before each step, so that one engine serves many scenarios.
 $PROBE_LORA_LABELS set: decode graphs are captured once for each of SGLang's LoRA labels.
+$PROBE_ROW_TILES set: the server runs row tiles, in torch.
 """
 
 import dataclasses
@@ -27,6 +28,10 @@ def register():
 
         _record_steps(preparer, Path(steps), Path(fault_file))
         _plant_faults(preparer, build, Path(fault_file))
+        if os.environ.get("PROBE_ROW_TILES"):
+            from tests.support.torch_row_tiles import say_that_row_tiles_run
+
+            say_that_row_tiles_run()
         if os.environ.get("PROBE_LORA_LABELS"):
             _capture_lora_labels()
 

@@ -50,7 +50,19 @@ NO_OVERLAP = Config(
     },
     {"SGL_PREFIX_ATTN_HEADROOM": "5", "SGL_PREFIX_ATTN_STRATEGY": "naive", **CHECKED},
 )
-CONFIGS = (BASE, CHUNKED, PAGED, RETRACTED, NO_RADIX, NO_OVERLAP)
+WRONG_TILES = ("shared_node_dropped", "tails_swapped", "not_appended")
+ROW_TILES = Config(
+    "row_tiles",
+    EVERYTHING + tuple(("siblings", fault) for fault in WRONG_TILES),
+    {"chunked_prefill_size": 64, "enable_mixed_chunk": True},
+    {
+        "PROBE_ROW_TILES": "1",
+        "SGLANG_TEST_RETRACT": "1",
+        "SGL_PREFIX_ATTN_HEADROOM": "5",
+        **CHECKED,
+    },
+)
+CONFIGS = (BASE, CHUNKED, PAGED, RETRACTED, NO_RADIX, NO_OVERLAP, ROW_TILES)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
@@ -73,6 +85,18 @@ def test_every_decode_step_ran_prefix_kernels_and_passed_the_checks(engines, con
     all_steps = [step for key in EVERYTHING for step in steps[key]]
     assert all_steps[-1]["mismatches"] == 0
     assert any(step["cross_check"] for step in all_steps)
+
+
+@pytest.mark.parametrize(("config", "kernels"), [(BASE, "packs"), (ROW_TILES, "row tiles")])
+def test_the_log_names_the_kernels(engines, config, kernels):
+    assert f"prefix steps run {kernels}" in engines.run(config).log
+
+
+@pytest.mark.parametrize("fault", WRONG_TILES)
+def test_outputs_of_wrong_row_tiles_differ(engines, fault):
+    """Those of packs: test_engine_faults.py."""
+    right = engines.run(REFERENCE, STOCK).outputs["siblings", ""]
+    assert engines.run(ROW_TILES).outputs["siblings", fault] != right
 
 
 def test_scenarios_reach_what_they_are_meant_to(engines):
