@@ -13,6 +13,7 @@ from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.records import HeadConfig
 from tests.support.gpu_problems import DEVICE, LLAMA, gpu_problem
+from tests.support.parallel import ranks
 from tests.support.problems import assert_attention
 from tests.support.running import load, poison, run
 
@@ -66,9 +67,10 @@ def test_a_server_starts_with_what_works(works, monkeypatch):
     pytest.importorskip("sglang")
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    from sgl_prefix_attn.engine import build
+    from sgl_prefix_attn.engine import build, sglang_config
     from sgl_prefix_attn.settings import Settings
 
+    monkeypatch.setattr(sglang_config, "parallel", ranks)
     if not works:
         monkeypatch.setattr(GluonBackend, "forward", lambda *args: None)
     runner = SimpleNamespace(
@@ -79,7 +81,6 @@ def test_a_server_starts_with_what_works(works, monkeypatch):
         model=torch.nn.Sequential(RadixAttention(32, 128, 0.1, 8, layer_id=0)),
         req_to_token_pool=SimpleNamespace(size=256),
         max_total_num_tokens=1 << 16,
-        ps=SimpleNamespace(tp_size=1),
     )
     built = build.build(runner, LLAMA, Settings())
     assert isinstance(built.planner, RowTilePlanner) == works
