@@ -99,7 +99,7 @@ def _row_tiles(
         num_sms=backend.num_sms,
         rates=RowTileRates() if calibration is None else row_tile_rates(calibration),
         headroom=settings.headroom,
-        fits=capacity.covers,
+        capacity=capacity,
     )
     planner.warm_up()
     forest = build_forest(self_test_paths())

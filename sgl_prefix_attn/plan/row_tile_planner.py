@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from sgl_prefix_attn.jit import cached_njit
 from sgl_prefix_attn.kernels.gluon import words as W
+from sgl_prefix_attn.plan.capacity import UNLIMITED, Capacity
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.row_tile_time import RowTileRates, part_costs, predict_us
 from sgl_prefix_attn.plan.row_tile_words import RowTilePlan, serialize_row_tiles
@@ -33,7 +34,7 @@ HOPELESS = 1.6
 class RowTilePlanner:
     """Plans decode steps of one head configuration; holds no state between plans.
 
-    fits  whether the workspace holds a plan: of several cuts only those that do are taken
+    Of several cuts it takes those whose plans fit `capacity`.
 
     Raises ValueError for a group of more query heads than a tile has rows.
     """
@@ -45,7 +46,7 @@ class RowTilePlanner:
         num_sms: int,
         rates: RowTileRates | None = None,
         headroom: int = 64,
-        fits: Callable[[RowTilePlan], bool] = lambda plan: True,
+        capacity: Capacity = UNLIMITED,
     ):
         if heads.group_size > W.HALF_ROWS:
             raise ValueError(f"a tile has no room for {heads.group_size} query heads a KV head")
@@ -57,7 +58,7 @@ class RowTilePlanner:
         self.num_sms = num_sms
         self.rates = rates or RowTileRates()
         self.headroom = headroom
-        self._fits = fits
+        self.capacity = capacity
 
     def plan(self, paths: PathTable) -> RowTilePlan:
         """Plan one decode step. Raises ValueError for paths that do not add up."""
@@ -71,7 +72,7 @@ class RowTilePlanner:
         for cut in sorted(self._promising(forest), key=lambda cut: cut.us):
             if cut.num_blocks < blocks:  # one that reads no less would not fit either
                 plan = self.serialize(forest, cut)
-                if self._fits(plan):
+                if self.capacity.covers(plan):
                     return plan
                 too_large, blocks = too_large or plan, cut.num_blocks
         assert too_large is not None, "every step can be cut"

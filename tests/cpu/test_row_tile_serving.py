@@ -40,7 +40,7 @@ class Server:
         self.capacity = capacity or backend.server_capacity(16, 4096, HEADROOM)
         self.executor = PlanExecutor(backend, self.capacity)
         self.planner = RowTilePlanner(
-            HEADS, num_sms=backend.num_sms, headroom=HEADROOM, fits=self.capacity.covers
+            HEADS, num_sms=backend.num_sms, headroom=HEADROOM, capacity=self.capacity
         )
         self.steps = StepPreparer(
             Settings(policy=policy, headroom=HEADROOM),
@@ -164,7 +164,7 @@ def test_a_server_has_room_for_every_batch_of_its_size(paths, headroom):
         tokens = build_forest(paths).unique_tokens
         capacity = backend.server_capacity(paths.leaf.size, tokens, headroom)
         planner = RowTilePlanner(
-            heads, num_sms=backend.num_sms, headroom=headroom, fits=capacity.covers
+            heads, num_sms=backend.num_sms, headroom=headroom, capacity=capacity
         )
         assert capacity.covers(planner.plan(paths))
 
@@ -174,6 +174,6 @@ def test_a_long_prefix_that_many_tiles_read_fits_a_small_pool(heads):
     paths = path_table([(-1, 30000)], [0] * 1024, [16] * 1024)
     backend = TorchRowTiles(heads, torch.float16, CPU)
     capacity = backend.server_capacity(1024, build_forest(paths).unique_tokens, 64)
-    planner = RowTilePlanner(heads, num_sms=132, fits=capacity.covers)
+    planner = RowTilePlanner(heads, num_sms=132, capacity=capacity)
     assert capacity.covers(planner.plan(paths))
     assert capacity.index_slots < 1 << 23

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -14,6 +12,7 @@ from sgl_prefix_attn.execute import reference
 from sgl_prefix_attn.execute import row_tile_reference as oracle
 from sgl_prefix_attn.kernels.gluon import words as W
 from sgl_prefix_attn.plan import row_tile_time, row_tile_words, row_tiles
+from sgl_prefix_attn.plan.capacity import UNLIMITED, Capacity
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner, parts_within
 from sgl_prefix_attn.plan.row_tiles import cut_at_roots, order_leaves
@@ -176,16 +175,18 @@ def test_of_the_cuts_that_fit_the_fastest_is_taken():
     paths = random_paths(2, 40, 12)
     asked = []
 
-    def within(limit):
-        def fits(plan):
+    class Noted(Capacity):
+        def covers(self, plan):
             asked.append(plan)
-            return plan.num_blocks <= limit
+            return super().covers(plan)
 
-        return RowTilePlanner(HEADS[2], num_sms=64, fits=fits).plan(paths)
+    def within(index_slots):
+        capacity = Noted(UNLIMITED.words, index_slots, UNLIMITED.partials)
+        return RowTilePlanner(HEADS[2], num_sms=64, capacity=capacity).plan(paths)
 
-    best = within(math.inf)
+    best = within(UNLIMITED.index_slots)
     assert asked == [best]
-    smaller = within(best.num_blocks - 1)
+    smaller = within(best.num_index_slots - 1)
     assert smaller.num_blocks < best.num_blocks and smaller.predicted_us >= best.predicted_us
     assert smaller is asked[-1]
     asked.clear()
