@@ -62,7 +62,7 @@ def config_of(run, page_size):
     # The policy would leave batches as small as these to stock kernels.
     env = {"SGL_PREFIX_ATTN_CPU_PLATFORM": "0", "SGL_PREFIX_ATTN_POLICY": "prefix"}
     scenarios, engine = SCENARIOS, ENGINE | {"page_size": page_size}
-    if run in (TESTED, LABELLED, FORCED_STOCK):
+    if run in (TESTED, LABELLED, FORCED_STOCK, PACKS):
         engine |= SAME_PREFILL
     if run == TESTED:
         scenarios += tuple(("siblings", fault) for fault in FAULTS)
