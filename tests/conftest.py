@@ -1,5 +1,6 @@
 """Paths, skips and the order of the whole suite."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -8,8 +9,10 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-# Problems here are small: more threads only wait for each other where cores are shared.
+# Problems here are small: more threads only wait for each other where cores are shared. So too in
+# the processes that tests start.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items):
