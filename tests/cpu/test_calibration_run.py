@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from sgl_prefix_attn.calibrate import fit, measure, procedure, report, samples
+from sgl_prefix_attn.calibrate import fit, measure, procedure, report, samples, timing
 from sgl_prefix_attn.calibrate.batches import Batch, path_table
 from sgl_prefix_attn.calibrate.measure import BatchMeter
 from sgl_prefix_attn.calibrate.rates import (
@@ -134,6 +134,30 @@ def test_a_measurement_does_not_swap_its_times(monkeypatch):
     assert meter.measure(batch) == measure.Measurement(stock_us=1.0, prefix_us=2.0)
 
 
+class Timer:
+    """A LayerTimer whose replays take given times; `turns` is shared by several of them."""
+
+    device_type = "cpu"
+
+    def __init__(self, name, layers, times, turns):
+        self.name, self.layers, self.times, self.turns = name, layers, list(times), turns
+
+    def replay(self):
+        self.turns.append(f"warm {self.name}")
+
+    def replay_us(self):
+        self.turns.append(self.name)
+        return self.times.pop(0)
+
+
+def test_timers_take_turns_and_keep_their_order(monkeypatch):
+    monkeypatch.setitem(timing._REPLAYS, "cpu", 3)
+    turns = []
+    timers = [Timer("a", 2, (20.0, 900.0, 24.0), turns), Timer("b", 4, (40.0, 44.0, 4.0), turns)]
+    assert timing.medians_us(timers) == pytest.approx([12.0, 10.0])
+    assert turns == [*["warm a", "warm b"] * 2, *["a", "b"] * 3]
+
+
 def test_rates_of_a_disturbed_gpu_are_refused():
     planner = Planner(HEADS, tile_set=gpu_tile_set(NUM_SMS, HEADS), strategy="naive")
     steady, slow = FakeMeter(planner, MAX_QUERIES), FakeMeter(planner, MAX_QUERIES)
@@ -182,13 +206,6 @@ def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
 
 def test_a_finished_run_measures_nothing_again(exact):
     procedure.measure(LARGE, exact, lambda *args: pytest.fail("no meter is needed"), say=list)
-
-
-def test_fresh_forgets(tmp_path):
-    path = tmp_path / "s.jsonl"
-    for _ in range(2):
-        procedure.measure(TASK, path, FakeMeter, fresh=True, say=list)
-    assert FakeMeter.measured == 2 * TASK.count
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """eval.compare_outputs without an engine: the planted faults, the requests."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -38,22 +36,6 @@ def test_a_fault_changes_the_rows_that_it_should(monkeypatch, fault, rows):
     assert notes == [1] and torch.isfinite(bad).all()
     difference = (good - bad).abs().amax((1, 2))
     assert (difference > 0.1).tolist() == rows and (difference > 1e-3).tolist() == rows
-
-
-def test_skipped_append_leaves_the_indices(monkeypatch):
-    from sgl_prefix_attn.execute.executor import PlanExecutor
-
-    class Executor:
-        workspace = SimpleNamespace(kv_indices=torch.zeros(3))
-
-        def append(self, slot):
-            self.workspace.kv_indices[1] = slot
-
-    monkeypatch.setattr(PlanExecutor, "append", Executor.append)
-    faults.FAULTS["skip_append"](lambda: None)
-    made = Executor()
-    PlanExecutor.append(made, 7)
-    assert made.workspace.kv_indices.tolist() == [0, 0, 0]
 
 
 def test_without_anything_shared_no_fault_is_noted(tmp_path, monkeypatch):
