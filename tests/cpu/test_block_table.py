@@ -1,7 +1,6 @@
 """Shared prefixes found in a block table."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -62,32 +61,6 @@ def test_requests_share_exactly_their_common_pages(case):
     assert (paths.length > 0).all()
     # every node is shared: the forest keeps them all
     assert build_forest(paths).parent.size == paths.parent.size
-
-
-def test_a_worked_example():
-    pages = np.array([[1, 2, 3, 4, 5], [1, 2, 3, 9, 0], [1, 7, 3, 8, 8], [6, 2, 3, 4, 5]])
-    paths = shared_paths(pages, np.array([20, 16, 17, 20], np.int32), page_size=4)
-    # request 1's last page is full but its own; page 3 of request 2 follows another page
-    assert [chain(paths, row) for row in range(4)] == [[0, 1], [0, 1], [0], []]
-    assert paths.length.tolist() == [4, 8] and paths.parent.tolist() == [-1, 0]
-
-
-@pytest.mark.parametrize("seq_len, shared", [(8, 4), (9, 8), (5, 4), (4, 0)])
-def test_the_last_page_is_private(seq_len, shared):
-    pages = np.array([[1, 2, 3], [1, 2, 3]])
-    paths = shared_paths(pages, np.array([seq_len, 12], np.int32), page_size=4)
-    assert shared_tokens(paths, 0, 1) == shared
-
-
-def test_identical_requests_share_all_but_the_last_token():
-    pages = np.tile(np.arange(1, 51), (5, 1))
-    paths = shared_paths(pages, np.full(5, 50, np.int32), page_size=1)
-    assert paths.length.tolist() == [49] and paths.leaf.tolist() == [0] * 5
-
-
-def test_one_request_shares_nothing():
-    paths = shared_paths(np.array([[3, 4]]), np.array([2], np.int32), page_size=1)
-    assert paths.parent.size == 0 and paths.leaf.tolist() == [-1]
 
 
 def test_token_slots():

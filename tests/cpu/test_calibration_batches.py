@@ -29,7 +29,7 @@ from sgl_prefix_attn.predict.stock_time import (
     stock_work,
 )
 from sgl_prefix_attn.records import HeadConfig
-from tests.support.forests import chain, owners, path_tables, planner
+from tests.support.forests import chain, path_tables, planner
 
 POOL = 200_000
 COUNT = 200
@@ -84,17 +84,6 @@ def test_sizes_and_lengths_span_their_ranges(batches):
     assert min(longest) < 300 and max(longest) > 30_000
 
 
-def test_unique_tokens_are_those_with_different_owners(batches):
-    for batch in batches[5:40:7]:
-        owned = {}
-        for row in range(batch.size):
-            for owner, tokens in zip(*np.unique(owners(batch.paths, row), return_counts=True),
-                                     strict=True):  # fmt: skip
-                owned[int(owner)] = int(tokens)
-        # draw() makes no node without requests
-        assert batch.unique_tokens == sum(owned.values())
-
-
 def test_the_same_seed_gives_the_same_batches(batches):
     again, other = draw(3, COUNT, POOL), draw(4, 20, POOL)
     assert all(equal(a.paths, b.paths) for a, b in zip(batches, again, strict=True))
@@ -139,22 +128,6 @@ def test_stock_work(lens, num_sms, num_kv_heads):
     assert (work.pieces, work.chain) == plain_stock_work(lens, num_sms, num_kv_heads)
     assert (work.batch_size, work.tokens, work.unique) == (len(lens), sum(lens), 33)
     assert work.longest == max(lens)
-
-
-def test_a_batch_that_fills_the_gpu_is_not_split():
-    work = stock_work(np.full(64, 1000), 64_000, num_sms=4, num_kv_heads=1)
-    assert work.pieces == 64 and work.chain == 8 * (1024 + PIECE_TOKENS)
-
-
-def test_the_order_of_requests_counts():
-    """A long request that comes last starts when the others are done."""
-    lens = np.full(64, 128)
-    chains = []
-    for place in (0, 63):
-        lens[:] = 128
-        lens[place] = 1280
-        chains.append(stock_work(lens, 0, num_sms=16, num_kv_heads=1).chain)
-    assert chains == [1280 + PIECE_TOKENS, 1280 + PIECE_TOKENS + 128 + PIECE_TOKENS]
 
 
 def plain_plan_work(tiling, splits_of, tile_set, heads):

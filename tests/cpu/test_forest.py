@@ -47,20 +47,6 @@ def test_nodes_are_the_maximal_shared_stretches(paths):
         assert np.array_equal(getattr(before, name), getattr(paths, name)), "input is not written"
 
 
-def test_a_worked_example():
-    # root(8) - a(4) - b(2) - c(1), root - d(3); requests: two on c, one on b, one on d, one alone
-    paths = path_table([(-1, 8), (0, 4), (1, 2), (2, 1), (0, 3)], [3, 3, 2, 4, -1], [5] * 5)
-    forest = build_forest(paths)
-    # a and b have the same three requests: one node; d has one request: part of its tail
-    assert forest.parent.tolist() == [-1, 0, 1]
-    assert forest.start.tolist() == [0, 8, 14]
-    assert forest.end.tolist() == [8, 14, 15]
-    assert forest.num_queries.tolist() == [4, 3, 2]
-    assert forest.tail_parent.tolist() == [2, 2, 1, 0, -1]
-    assert forest.tail_start.tolist() == [15, 15, 14, 8, 0]
-    assert forest.seq_lens.tolist() == [20, 20, 19, 16, 5]
-
-
 @pytest.mark.parametrize("seq_len", [12, 11])
 def test_a_path_must_leave_the_newest_token_private(seq_len):
     paths = path_table([(-1, 9), (0, 3)], [0, 1, 1], [5, 5, 5])

@@ -9,7 +9,7 @@ from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.packs import make_packs
 from sgl_prefix_attn.plan.profit import STRATEGIES, choose_packing
 from sgl_prefix_attn.records import HeadConfig, Packing
-from tests.support.forests import bytes_only, path_table, path_tables, random_paths
+from tests.support.forests import bytes_only, path_tables, random_paths
 
 COSTS = bytes_only(HeadConfig(8, 2, 64))
 
@@ -94,21 +94,3 @@ def test_large_batches(strategy):
     forest = build_forest(random_paths(113, 113, 30))
     packing = choose_packing(forest, strategy, COSTS)
     assert as_dict(make_packs(forest, packing), forest) == expected_packs(forest, packing)
-
-
-def test_a_worked_example():
-    # root(10) with a(5) and the tail of request 3; a with the tails of requests 0, 1 and 2
-    paths = path_table([(-1, 10), (0, 5)], [1, 1, 1, 0, 0], [2, 3, 4, 6, 7])
-    forest = build_forest(paths)
-    packing = Packing(np.array([False, True]), np.array([False, False, True, True, False]))
-    packs = make_packs(forest, packing)
-    # a absorbs root, request 2's tail absorbs both, request 3's tail absorbs root: root keeps 4
-    assert as_dict(packs, forest) == {
-        (0, 0): [10, {4}],
-        (1, 0): [15, {0, 1}],
-        (~0, 15): [17, {0}],
-        (~1, 15): [18, {1}],
-        (~2, 0): [19, {2}],
-        (~3, 0): [16, {3}],
-        (~4, 10): [17, {4}],
-    }
