@@ -17,11 +17,12 @@ import numpy as np
 import torch
 
 from eval import provenance
+from eval.bench_kernel.candidate import plan_us
 from eval.bench_kernel.case import DTYPES, Case, build_case
 from eval.bench_kernel.floor import floor_us, rates_of
 from eval.bench_kernel.oracle import Judgement, attend_rows
 from eval.bench_kernel.trees import Tree, parse_trees
-from sgl_prefix_attn.calibrate.timing import LayerTimer, medians_us, plan_us
+from sgl_prefix_attn.calibrate.timing import LayerTimer, medians_us
 from sgl_prefix_attn.cli.argument_types import count
 from sgl_prefix_attn.cli.model_heads import parse_heads
 from sgl_prefix_attn.execute.backends.gluon_backend import GluonBackend

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import statistics
+import time
+from collections.abc import Callable
+
 import torch
 
 from eval.bench_kernel.case import Case
 from eval.bench_kernel.oracle import Oracle
 from eval.bench_kernel.providers.provider import Provider
-from sgl_prefix_attn.calibrate.timing import LayerTimer, plan_us
+from sgl_prefix_attn.calibrate.timing import LayerTimer
+
+_PLANS = 21
 
 
 class Candidate:
@@ -50,6 +56,20 @@ class Candidate:
 
     def _accept(self, outs: list[torch.Tensor], when: str) -> None:
         self.error = max(self.error, self._oracle.judge(outs, when))
+
+
+def plan_us(plan: Callable[[], None], device: torch.device) -> float:
+    """Return the median of host microseconds until one plan() returns; the device is idle."""
+
+    def once() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        plan()
+        return (time.perf_counter() - start) * 1e6
+
+    plan()
+    return statistics.median(once() for _ in range(_PLANS))
 
 
 def _poison(outs: list[torch.Tensor]) -> None:

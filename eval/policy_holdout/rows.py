@@ -19,8 +19,7 @@ def measure(seed: int, batches: list[Batch], meter) -> Iterator[dict]:
     for index, batch in enumerate(batches):
         stock_us = prefix_us = error = None
         try:
-            times = meter.measure(batch)
-            stock_us, prefix_us = times.stock_us, times.prefix_us
+            stock_us, prefix_us = meter.measure(batch)
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
         lens = batch.paths.seq_lens

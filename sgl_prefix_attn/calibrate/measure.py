@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
@@ -20,14 +18,6 @@ _COLD_BYTES = 400e6  # a graph reads this much KV, so that no layer finds its ow
 _MAX_LAYERS = 32
 # Both results carry low-precision rounding of about 2e-3; a wrong one is off by far more.
 _LARGEST_DIFFERENCE = 2e-2
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """Median microseconds per layer, by CUDA-graph replay with cold L2."""
-
-    stock_us: float
-    prefix_us: float
 
 
 class BatchMeter:
@@ -67,8 +57,11 @@ class BatchMeter:
         )
         self._stock_workspace = torch.empty(_STOCK_WORKSPACE, dtype=torch.uint8, device=device)
 
-    def measure(self, batch: Batch) -> Measurement:
-        """Time both kernels on a batch. Raises RuntimeError when the results differ."""
+    def measure(self, batch: Batch) -> tuple[float, float]:
+        """Time stock and prefix kernels on a batch, by CUDA-graph replay with cold L2.
+
+        Returns their median microseconds per layer. Raises RuntimeError when the results differ.
+        """
         slots, num_slots = _slots(batch.paths, self.page_size, self.device)
         layers = self._layers(num_slots)
         stock = self._stock_timer(batch, slots, layers)
@@ -77,7 +70,8 @@ class BatchMeter:
         stock.replay()
         prefix.replay()
         _compare(batch, stock.outs[0], prefix.outs[0])
-        return Measurement(*medians_us([stock, prefix]))
+        stock_us, prefix_us = medians_us([stock, prefix])
+        return stock_us, prefix_us
 
     def prefix_us(self, plan: Plan, paths: PathTable) -> float:
         """Time any plan over the KV of `paths`; its results are not looked at."""

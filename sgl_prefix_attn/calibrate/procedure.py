@@ -57,8 +57,7 @@ def measure(
             rows[index].check(batch)
         else:
             meter = meter or new_meter(_planner(task, rates), MAX_BATCH)
-            us = meter.measure(batch)
-            sample = Sample(index, batch.size, batch.tokens, us.stock_us, us.prefix_us)
+            sample = Sample(index, batch.size, batch.tokens, *meter.measure(batch))
             samples.append(path, sample)
         progress(index + 1)
 
@@ -87,9 +86,7 @@ def _measure_rates(task: Task, new_meter: Callable) -> GpuRates:
         costs=CostModel.for_gpu(key.gpu, key.heads, key.kv_bytes),
     )
     meter = new_meter(planner, MAX_QUERIES)
-    rates = measure_rates(
-        meter, planner, task.num_sms, key.kv_bytes, task.pool_tokens, key.page_size
-    )
+    rates = measure_rates(meter, planner, key.kv_bytes, task.pool_tokens, key.page_size)
     check_plausible(rates, key.gpu)
     return rates
 

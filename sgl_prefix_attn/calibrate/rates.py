@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 import numpy as np
 
 from sgl_prefix_attn.calibrate.batches import path_table
+from sgl_prefix_attn.calibrate.measure import BatchMeter
 from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.plan.costs import GpuRates, known_rates, partial_bytes
 from sgl_prefix_attn.plan.work import SHARED_CTAS
-from sgl_prefix_attn.records import PathTable, Plan, PlanWork
+from sgl_prefix_attn.records import PathTable, PlanWork
 
 MAX_QUERIES = 1024  # requests of the largest plan here
 _MMA_LENGTHS = (4096, 16384)  # KV tokens that all queries share, for the rate of arithmetic
 _PLAUSIBLE = 4.0  # a measured rate is at most so many times the table's, or its inverse
-
-
-class Meter(Protocol):
-    """What measure.BatchMeter offers."""
-
-    def prefix_us(self, plan: Plan, paths: PathTable) -> float: ...
 
 
 def min_pool(page_size: int) -> int:
@@ -30,7 +24,7 @@ def min_pool(page_size: int) -> int:
 
 
 def measure_rates(
-    meter: Meter, planner: Planner, num_sms: int, kv_bytes: int, pool_tokens: int, page_size: int
+    meter: BatchMeter, planner: Planner, kv_bytes: int, pool_tokens: int, page_size: int
 ) -> GpuRates:
     """Measure with a planner of strategy `naive`: each node is a pack of its own then.
 
@@ -54,7 +48,7 @@ def measure_rates(
     (few_us, few), (many_us, many) = timed(nested((2,), 16)), timed(nested((4, 2), 16))
     moved = (many.shared_tokens - few.shared_tokens) * kv_token
     moved += (many.partials - few.partials) * partial_bytes(heads, kv_bytes)
-    ctas = SHARED_CTAS * num_sms
+    ctas = SHARED_CTAS * planner.tile_set.num_sms
     extra_items = (many.shared_items - few.shared_items) * heads.num_kv_heads / ctas
     item = (many_us - few_us - moved / bandwidth) / extra_items
 

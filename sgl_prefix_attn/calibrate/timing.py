@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 
 _REPLAYS = {"cuda": 20, "cpu": 3}
-_PLANS = 21
 
 
 class LayerTimer:
@@ -77,24 +77,5 @@ def medians_us(timers: Sequence[LayerTimer]) -> list[float]:
     turns = [
         [timer.replay_us() for timer in timers] for _ in range(_REPLAYS[timers[0].device_type])
     ]
-    medians = map(_median, zip(*turns, strict=True))
+    medians = map(statistics.median_high, zip(*turns, strict=True))
     return [us / timer.layers for us, timer in zip(medians, timers, strict=True)]
-
-
-def plan_us(plan: Callable[[], None], device: torch.device) -> float:
-    """Return the median of host microseconds until one plan() returns; the device is idle."""
-
-    def once() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        plan()
-        return (time.perf_counter() - start) * 1e6
-
-    plan()
-    return _median(once() for _ in range(_PLANS))
-
-
-def _median(values) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import date
-from types import SimpleNamespace
 
 import numpy as np
 
@@ -75,9 +74,5 @@ class FakeMeter:
         work = stock_work(batch.paths.seq_lens, batch.unique_tokens, NUM_SMS, heads.num_kv_heads)
         factor = np.exp(self.random.normal(0, self.noise, 2)) if self.noise else (1.0, 1.0)
         costs = self.planner.costs
-        return SimpleNamespace(
-            stock_us=float(stock_physical(STOCK, work, costs) * factor[0]),
-            prefix_us=float(
-                prefix_physical(PREFIX, self.planner.plan(batch.paths).work, costs) * factor[1]
-            ),
-        )
+        prefix = prefix_physical(PREFIX, self.planner.plan(batch.paths).work, costs)
+        return float(stock_physical(STOCK, work, costs) * factor[0]), float(prefix * factor[1])
