@@ -6,7 +6,6 @@ a 95 % interval, a bootstrap that draws whole replays of either backend anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -36,9 +35,14 @@ def ratios(ours: np.ndarray, stock: np.ndarray) -> dict[str, Ratio | None]:
     """
     # A replay of which nothing completed says nothing.
     known = [times[np.isfinite(times).any(axis=1)] for times in (ours, stock)]
+    if not all(map(len, known)):
+        return {"median": None, "each": None, "p99": None}
+    # Drawing replays draws their 99th percentiles.
+    p99 = (np.nanpercentile(times, 99, axis=1, keepdims=True) for times in known)
     return {
-        name: _ratio(statistic, *known) if all(map(len, known)) else None
-        for name, statistic in _STATISTICS.items()
+        "median": _ratio(_median, *known),
+        "each": _ratio(_each, *known),
+        "p99": _ratio(_median, *p99),
     }
 
 
@@ -51,18 +55,6 @@ def _each(ours: np.ndarray, stock: np.ndarray) -> float:
     if not both.any():
         return np.nan
     return np.median(np.nanmedian(ours[:, both], axis=0) / np.nanmedian(stock[:, both], axis=0))
-
-
-def _p99(ours: np.ndarray, stock: np.ndarray) -> float:
-    a, b = (np.median(np.nanpercentile(times, 99, axis=1)) for times in (ours, stock))
-    return a / b
-
-
-_STATISTICS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
-    "median": _median,
-    "each": _each,
-    "p99": _p99,
-}
 
 
 def _ratio(statistic, ours: np.ndarray, stock: np.ndarray) -> Ratio | None:
