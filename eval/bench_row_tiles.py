@@ -21,7 +21,7 @@ from eval.bench_kernel.candidate import plan_us
 from eval.bench_kernel.case import DTYPES, Case, build_case
 from eval.bench_kernel.floor import floor_us, rates_of
 from eval.bench_kernel.oracle import Judgement, attend_rows
-from eval.bench_kernel.trees import Tree, parse_trees
+from eval.bench_kernel.trees import parse_trees
 from sgl_prefix_attn.calibrate.timing import LayerTimer, medians_us
 from sgl_prefix_attn.cli.argument_types import count
 from sgl_prefix_attn.cli.model_heads import parse_heads
@@ -31,7 +31,7 @@ from sgl_prefix_attn.execute.params import Capacity, LayerParams
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.plan.row_tiles import Cut
-from sgl_prefix_attn.records import HeadConfig, PathTable
+from sgl_prefix_attn.records import HeadConfig
 
 _JUDGED_ROWS = 48
 
@@ -84,30 +84,8 @@ def main(argv: list[str]) -> int:
     return 1 if wrong else 0
 
 
-def paths_of(tree: Tree) -> PathTable:
-    """A tree's nodes but the last level, which is private."""
-    first = np.cumsum((0, *tree.counts))
-    parent, length = [], []
-    for level, nodes in enumerate(tree.counts[:-1]):
-        for node in range(nodes):
-            above = first[level - 1] + tree.parent(level, node) if level else -1
-            parent.append(above)
-            length.append(tree.lengths[level])
-    batch = tree.batch_size
-    leaf = np.full(batch, -1)
-    if len(tree.counts) > 1:
-        leaf = first[len(tree.counts) - 2] + tree.node_of_request()[-2]
-    return PathTable(
-        parent=np.array(parent, np.int32),
-        length=np.array(length, np.int32),
-        node_id=np.arange(len(parent), dtype=np.int64),
-        leaf=leaf.astype(np.int32),
-        seq_lens=np.full(batch, tree.seq_len, np.int32),
-    )
-
-
 def _bench(case: Case, planner: RowTilePlanner, most: int) -> dict:
-    paths = paths_of(case.tree)
+    paths = case.tree.paths()
     forest = build_forest(paths)
     planner.plan(paths)
     host_us = plan_us(lambda: planner.plan(paths), torch.device("cpu"))

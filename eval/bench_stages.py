@@ -10,7 +10,6 @@ import argparse
 import sys
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from eval import provenance
@@ -18,7 +17,6 @@ from eval.bench_kernel.case import DTYPES, Case, build_case
 from eval.bench_kernel.floor import floor_us, rates_of
 from eval.bench_kernel.trees import parse_trees
 from eval.cli_values import device
-from sgl_prefix_attn.api.argument_checks import lengths, path_table
 from sgl_prefix_attn.calibrate.timing import LayerTimer
 from sgl_prefix_attn.cli.model_heads import parse_heads
 from sgl_prefix_attn.execute.backends.choice import new_backend
@@ -85,8 +83,7 @@ def _time(case: Case, stage: str) -> float:
     tile_set = default_tile_set(case.device, case.heads)
     costs = default_costs(case.device, case.heads, case.dtype, case.page_size)
     planner = Planner(case.heads, tile_set=tile_set, costs=costs)
-    seq_lens = lengths(np.full(case.tree.batch_size, case.tree.seq_len))
-    plan = planner.plan(path_table(case.tree.prefix_paths(), seq_lens))
+    plan = planner.plan(case.tree.paths())
     backend = new_backend(case.device, case.heads, case.dtype, tile_set)
     executor = PlanExecutor(backend, Capacity.for_plans(plan))
     rows = torch.arange(case.tree.batch_size, device=case.device)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from statistics import geometric_mean
 
 from eval.bench_kernel.providers import STOCK
-from eval.bench_kernel.trees import parse_tree
+from eval.bench_kernel.trees import Tree
 
 Key = tuple[str, int, int, str]  # heads, head_dim, page_size, dtype
 
@@ -56,7 +56,7 @@ def means(trees: dict[str, dict[str, dict]]) -> list[dict]:
     return [
         {"provider": name}
         | _mean("all", list(values.values()))
-        | _mean("sharing", [x for tree, x in values.items() if parse_tree(tree).has_sharing])
+        | _mean("sharing", [x for tree, x in values.items() if Tree.parse(tree).has_sharing])
         | _mean("common", [x for tree, x in values.items() if tree in common])
         for name, values in over.items()
     ]

@@ -1,14 +1,12 @@
-"""Benchmark trees: `nodes per level _ KV length per level`, their paths and their KV slots.
-
-`1,4,16_128,256,1024` is one root of 128 tokens, four children of 256 and sixteen leaves of 1024.
-Each leaf is one request; the last level is private and holds the token being decoded.
-"""
+"""The trees of the benchmarks (sgl_prefix_attn/explain/tree.py), their paths and KV slots."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
+
+from sgl_prefix_attn.explain import tree
 
 # The trees of PAT's kernel evaluation (its figure 8, extended by two without sharing).
 PAT20 = (
@@ -35,27 +33,12 @@ PAT20 = (
 )
 
 
-@dataclass(frozen=True)
-class Tree:
-    """counts[i] nodes of lengths[i] KV tokens at level i, from the roots to the leaves.
-
-    Node j of a level of n nodes hangs below node j * p // n of the level of p nodes above.
-    """
-
-    counts: tuple[int, ...]
-    lengths: tuple[int, ...]
+class Tree(tree.Tree):
+    """A tree with what benchmarks ask of it."""
 
     @property
     def name(self) -> str:
         return ",".join(map(str, self.counts)) + "_" + ",".join(map(str, self.lengths))
-
-    @property
-    def batch_size(self) -> int:
-        return self.counts[-1]
-
-    @property
-    def seq_len(self) -> int:
-        return sum(self.lengths)
 
     @property
     def num_tokens(self) -> int:
@@ -66,15 +49,11 @@ class Tree:
     def has_sharing(self) -> bool:
         return self.counts[0] < self.counts[-1]
 
-    def parent(self, level: int, node: int) -> int:
-        """Return the index at level - 1 of the node that `node` of `level` hangs below."""
-        return node * self.counts[level - 1] // self.counts[level]
-
     def node_of_request(self) -> np.ndarray:
         """Return each request's node at each level, int64 [levels, B]."""
         rows = [np.arange(self.batch_size)]
         for level in range(len(self.counts) - 1, 0, -1):
-            rows.append(rows[-1] * self.counts[level - 1] // self.counts[level])
+            rows.append(self.parent(level, rows[-1]))
         return np.stack(rows[::-1])
 
     def prefix_paths(self) -> list[list[tuple[int, int]]]:
@@ -90,31 +69,13 @@ class Tree:
         ]
 
 
-def parse_tree(text: str) -> Tree:
-    """Parse a tree. Raises ValueError that quotes it and says what is wrong with it."""
-    halves = text.strip().split("_")
-    if len(halves) != 2:
-        raise ValueError(f"tree {text!r}: expected COUNTS_LENGTHS, such as 1,4,16_128,256,1024")
-    try:
-        counts, lengths = (tuple(int(x) for x in half.split(",")) for half in halves)
-    except ValueError:
-        raise ValueError(f"tree {text!r}: counts and lengths must be integers") from None
-    if len(counts) != len(lengths):
-        raise ValueError(f"tree {text!r}: {len(counts)} counts but {len(lengths)} lengths")
-    if min(counts) < 1 or min(lengths) < 1:
-        raise ValueError(f"tree {text!r}: counts and lengths must be at least 1")
-    if list(counts) != sorted(counts):
-        raise ValueError(f"tree {text!r}: a level has fewer nodes than the one above it")
-    return Tree(counts, lengths)
-
-
 def parse_trees(spec: str) -> list[Tree]:
     """Parse `pat20`, or trees separated by `;`. Raises ValueError for a tree that does not parse
     and an empty list."""
     texts = PAT20 if spec == "pat20" else [text for text in spec.split(";") if text.strip()]
     if not texts:
         raise ValueError(f"trees {spec!r}: no tree in it")
-    return [parse_tree(text) for text in texts]
+    return [Tree.parse(text) for text in texts]
 
 
 @dataclass(frozen=True)

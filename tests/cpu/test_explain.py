@@ -114,7 +114,7 @@ def test_words_of_another_layout_are_refused(six):
     ("arguments", "message"),
     [
         (["1,2"], "neither a file nor a tree"),
-        (["1,2_3"], "as many counts as lengths"),
+        (["1,2_3"], "2 counts but 1 lengths"),
         (["2,1_3,4"], "fewer nodes"),
         (["1,0_3,4"], "at least 1"),
         (["missing.json"], "cannot read missing.json"),

@@ -4,7 +4,7 @@ import torch
 
 from eval.bench_kernel.compare_providers import Setting
 from eval.bench_kernel.floor import Rates
-from eval.bench_kernel.trees import parse_tree
+from eval.bench_kernel.trees import Tree
 from sgl_prefix_attn.records import HeadConfig
 
 CPU = torch.device("cpu")
@@ -13,4 +13,4 @@ H100 = Rates(3.0e12, 600e12, "test")
 
 
 def setting_of(tree: str, page_size: int = 1) -> Setting:
-    return Setting(parse_tree(tree), HEADS, page_size, "bf16", torch.bfloat16, CPU, 3)
+    return Setting(Tree.parse(tree), HEADS, page_size, "bf16", torch.bfloat16, CPU, 3)

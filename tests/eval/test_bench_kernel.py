@@ -17,7 +17,7 @@ from eval.bench_kernel.providers import make_providers
 from eval.bench_kernel.providers.fasttree import _tree_info
 from eval.bench_kernel.providers.flashinfer_cascade import _level_tables
 from eval.bench_kernel.providers.plain_torch import PlainTorch
-from eval.bench_kernel.trees import PAT20, build_tables, page_problem, parse_tree, parse_trees
+from eval.bench_kernel.trees import PAT20, Tree, build_tables, page_problem, parse_trees
 from sgl_prefix_attn.records import HeadConfig
 from tests.eval.kernel_settings import CPU, H100, HEADS, setting_of
 
@@ -26,7 +26,7 @@ FLOOR_US = (11, 12, 58, 24, 13, 185, 201, 185, 15, 28, 381, 59, 65, 58, 63, 15, 
 
 
 def case_of(tree: str, page_size: int = 1, dtype=torch.bfloat16, heads=HEADS):
-    return build_case(parse_tree(tree), heads, page_size, dtype, CPU, seed=3)
+    return build_case(Tree.parse(tree), heads, page_size, dtype, CPU, seed=3)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def case_of(tree: str, page_size: int = 1, dtype=torch.bfloat16, heads=HEADS):
 )  # fmt: skip
 def test_a_tree_that_does_not_parse_is_quoted(text, says):
     with pytest.raises(ValueError, match=says) as error:
-        parse_tree(text)
+        Tree.parse(text)
     assert text in str(error.value)
 
 
@@ -52,7 +52,7 @@ def test_tree_lists():
 
 
 def test_nodes_of_requests_nest_and_all_are_used():
-    tree = parse_tree("2,3,7_4,4,4")
+    tree = Tree.parse("2,3,7_4,4,4")
     nodes = tree.node_of_request()
     for level in (1, 2):
         parents = [tree.parent(level, int(node)) for node in nodes[level]]
@@ -61,16 +61,16 @@ def test_nodes_of_requests_nest_and_all_are_used():
 
 
 def test_paths_leave_the_last_level_private():
-    tree = parse_tree("1,2,4_8,16,5")
+    tree = Tree.parse("1,2,4_8,16,5")
     paths = tree.prefix_paths()
     assert paths[0] == [(0, 8), (1, 16)] and paths[3] == [(0, 8), (2, 16)]
     assert all(sum(length for _, length in path) == tree.seq_len - 5 for path in paths)
-    assert parse_tree("3_7").prefix_paths() == [[], [], []]
+    assert Tree.parse("3_7").prefix_paths() == [[], [], []]
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_index_tables_permute_whole_pages_and_share_them(page_size):
-    tree = parse_tree("1,2,4_64,128,70")
+    tree = Tree.parse("1,2,4_64,128,70")
     tables = build_tables(tree, page_size, np.random.default_rng(0))
     rows = tables.req_to_token
     assert rows.shape == (4, tree.seq_len) and (rows[:, :64] == rows[0, :64]).all()
@@ -84,20 +84,20 @@ def test_index_tables_permute_whole_pages_and_share_them(page_size):
 
 
 def test_a_tree_must_fit_the_page_size():
-    assert "32" in page_problem(parse_tree("1,4_32,16"), 64)
-    assert page_problem(parse_tree("1,4_64,7"), 64) is None
+    assert "32" in page_problem(Tree.parse("1,4_32,16"), 64)
+    assert page_problem(Tree.parse("1,4_64,7"), 64) is None
     with pytest.raises(ValueError, match="page size 64"):
-        build_tables(parse_tree("1,4_32,16"), 64, np.random.default_rng(0))
+        build_tables(Tree.parse("1,4_32,16"), 64, np.random.default_rng(0))
 
 
 def test_floor_is_the_published_one():
     heads = HeadConfig(32, 8, 128)
-    floors = [floor_us(parse_tree(name), heads, 2, H100) for name in PAT20]
+    floors = [floor_us(Tree.parse(name), heads, 2, H100) for name in PAT20]
     assert [round(us) for us in floors] == list(FLOOR_US)
 
 
 def test_floor_by_hand():
-    tree, heads = parse_tree("1,2_100,50"), HeadConfig(8, 2, 64)
+    tree, heads = Tree.parse("1,2_100,50"), HeadConfig(8, 2, 64)
     assert kv_bytes(tree, heads, 2) == 200 * 2 * 64 * 2 * 2
     slow_bytes = Rates(1e6, 1e15, "test")
     assert floor_us(tree, heads, 2, slow_bytes) == pytest.approx(102400 / 1e6 * 1e6)

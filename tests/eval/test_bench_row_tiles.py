@@ -5,7 +5,7 @@ import torch
 
 from eval import bench_row_tiles
 from eval.bench_kernel.case import build_case
-from eval.bench_kernel.trees import parse_tree
+from eval.bench_kernel.trees import Tree
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.records import HeadConfig
 from tests.support.torch_row_tiles import TorchRowTiles
@@ -21,7 +21,7 @@ def interpreted(monkeypatch):
 
 @pytest.mark.parametrize("name", ["1,2,6_20,70,5", "3_40"])
 def test_every_cut_is_judged_and_timed(interpreted, name):
-    tree = parse_tree(name)
+    tree = Tree.parse(name)
     case = build_case(tree, HEADS, 1, torch.bfloat16, torch.device("cpu"), 0)
     planner = RowTilePlanner(HEADS, num_sms=8)
     row = bench_row_tiles._bench(case, planner, 3)
@@ -32,8 +32,8 @@ def test_every_cut_is_judged_and_timed(interpreted, name):
 
 
 def test_a_trees_paths_lead_to_its_slots():
-    tree = parse_tree("2,4,8_3,5,7")
-    paths = bench_row_tiles.paths_of(tree)
+    tree = Tree.parse("2,4,8_3,5,7")
+    paths = tree.paths()
     assert paths.parent.tolist() == [-1, -1, 0, 0, 1, 1]
     assert paths.leaf.tolist() == [2, 2, 3, 3, 4, 4, 5, 5]
     assert paths.seq_lens.tolist() == [15] * 8
