@@ -46,15 +46,6 @@ def test_executor_is_full_attention(paths, heads, dtype, strategy, soft_cap, see
     check(problem, planner(heads, strategy).plan(paths), grown=seed % 3)
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_page_sizes(page_size, dtype):
-    lengths = [n * page_size for n in (1, 2, 3)]
-    paths = random_paths(page_size, 9, 8, lengths)
-    problem = make_problem(paths, HEADS[2], dtype, page_size=page_size)
-    check(problem, planner(HEADS[2], "naive").plan(paths), grown=18)  # into another page
-
-
 @pytest.mark.parametrize(
     ("paths", "dtype", "strategy"),
     [
