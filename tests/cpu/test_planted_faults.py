@@ -90,7 +90,8 @@ def test_each_fault_of_the_evaluation_changes_attention(fault, family, monkeypat
         load(made, problem, plan)
     if fault == "skip_append":
         assert_attention(problem, run(made, problem)[0])
-    made.append(problem.seq_lens, problem.grow(torch.Generator().manual_seed(0)))
+    slots = problem.grow(torch.Generator().manual_seed(0))
+    made.append(problem.seq_lens, slots)
     with pytest.raises(AssertionError):
         assert_attention(problem, run(made, problem)[0])
     assert planted
