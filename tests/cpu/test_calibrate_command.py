@@ -159,13 +159,10 @@ def test_without_flashinfer_it_says_so(monkeypatch, capsys):
     assert "FlashInfer" in capsys.readouterr().err
 
 
-def test_a_wrong_kernel_writes_nothing_and_a_second_try_goes_on(gpu, capsys, monkeypatch):
+def test_a_wrong_kernel_writes_nothing(gpu, capsys, monkeypatch):
     monkeypatch.setattr(FakeMeter, "broken_at", 30)
     assert main.main(COMMAND) == 1
     assert "differ" in capsys.readouterr().err and not list(gpu.rglob("*.json"))
-    monkeypatch.setattr(FakeMeter, "broken_at", None)
-    assert main.main(COMMAND) == 0
-    assert FakeMeter.measured == 50
 
 
 def no_room(*args):

@@ -90,27 +90,19 @@ ON_CPU = ["--device", "cpu"]
         (bench_plan, ["--batches=1.5"], "--batches: '1.5' is no integer"),
         (bench_plan, ["--batches=16,-1"], "--batches: must be at least 1, got -1"),
         (report, ["x.json", "--check"], "--readme"),
+        # Before anything starts:
+        (bench_kernel, ["--device", "cuda"], "argument --device: torch "),
+        (bench_stages, [], "argument --device: torch "),
+        (bench_engine, [], "argument --device: torch "),
+        (bench_trace, ["--trace", "a.jsonl"], "argument --device: torch "),
+        (compare_outputs, ["layers"], "argument --device: torch "),
     ],
 )
-def test_bad_arguments_end_with_usage(command, argv, says, capsys):
-    with pytest.raises(SystemExit) as stop:
-        command.main(argv)
-    assert stop.value.code == 2 and says in capsys.readouterr().err.split("error:")[1]
-
-
-@pytest.mark.parametrize(
-    ("command", "argv"),
-    [
-        (bench_engine, []), (bench_trace, ["--trace", "a.jsonl"]), (bench_stages, []),
-        (bench_kernel, ["--device", "cuda"]), (compare_outputs, ["layers"]),
-    ],
-)  # fmt: skip
-def test_a_missing_gpu_is_said_before_anything_starts(command, argv, monkeypatch, capsys):
+def test_bad_arguments_end_with_usage(command, argv, says, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as stop:
         command.main(argv)
-    assert stop.value.code == 2
-    assert "error: argument --device: torch " in capsys.readouterr().err
+    assert stop.value.code == 2 and says in capsys.readouterr().err.split("error:")[1]
 
 
 def test_bench_stages_leaves_out_the_words_of_other_stages():
