@@ -66,7 +66,6 @@ REFUSED = {
     "format": (changed("format", 1), "format 1"),
     "no format": (changed("format", ...), "format None"),
     "truncated": (encode(calibration())[:-40], "truncated"),
-    "empty": (b"", "truncated"),
     "no object": (b"[1]", "object"),
     "foreign": (b'{"format": 3, "name": "x"}', "missing required field `key`"),
     "foreign format 2": (b'{"format": 2, "name": "x"}', "no file of version 0.1.2: .*versions"),
@@ -92,19 +91,13 @@ REFUSED = {
     "error": (changed("errors.stock", -0.1), r"\$\.errors"),
     "error missing": (changed("errors.stock", ...), "errors of prefix alone"),
     "versions": (changed("versions.torch", 2), "versions"),
-    "key of text": (changed("key", "x"), r"`str` - at `\$\.key`"),
     "source": (changed("source", "guess"), r"\$\.source"),
     "origin": (changed("origin", ...), "missing required field `origin`"),
     "no origin": (changed("origin", None), "100 samples without an origin"),
-    "origin of text": (changed("origin", "seed 0"), r"\$\.origin"),
     "seed": (changed("origin.seed", -1), "seed"),
-    "no seed": (changed("origin.seed", ...), "missing required field `seed`"),
     "batches": (changed("origin.batches", 0), "batches"),
     "pool tokens": (changed("origin.pool_tokens", "9"), "pool_tokens"),
     "date": (changed("origin.date", "2026-13-01"), r"date - at `\$\.origin\.date"),
-    "date of a number": (changed("origin.date", 20261121), r"origin\.date"),
-    "short date": (changed("origin.date", "20261121"), r"origin\.date"),
-    "no date": (changed("origin.date", None), r"origin\.date"),
 }
 
 
@@ -176,18 +169,14 @@ def test_the_cache_folder_follows_xdg(tmp_path):
     assert store.cache_folder({"XDG_CACHE_HOME": ""}).parts[-3] == ".cache"
 
 
-@pytest.fixture
-def homeless(monkeypatch):
-    """A user without HOME and without an entry in the user database."""
+def test_without_a_home_the_shipped_files_are_used(folders, monkeypatch, tmp_path):
+    """By a user without HOME and without an entry in the user database."""
 
     def no_home():
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(store.Path, "home", no_home)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-
-
-def test_without_a_home_the_shipped_files_are_used(homeless, folders, monkeypatch, tmp_path):
     put_in_shipped(folders, "a.json")
     monkeypatch.setattr(store, "SHIPPED", folders.shipped)
     assert store.cache_folder() is None
