@@ -58,23 +58,18 @@ def run(args: argparse.Namespace) -> int:
     console = Console(soft_wrap=True, highlight=False)
     try:
         calibrate(args, console)
+        return 0
     except Unusable as error:
-        print(f"sgl-prefix-attn calibrate: {error}", file=sys.stderr)
-        return USAGE
+        problem, status = str(error), USAGE
     except (RuntimeError, ValueError) as error:
-        print(f"sgl-prefix-attn calibrate: {error}", file=sys.stderr)
-        return FAILED
+        problem, status = str(error), FAILED
     except OSError as error:  # the disk is full, say
-        print(
-            f"sgl-prefix-attn calibrate: {error}; batches measured before are kept: the same "
-            "command goes on from there",
-            file=sys.stderr,
-        )
-        return USAGE
+        kept = "batches measured before are kept: the same command goes on from there"
+        problem, status = f"{error}; {kept}", USAGE
     except KeyboardInterrupt:
-        print("interrupted: the same command goes on where it stopped", file=sys.stderr)
-        return INTERRUPTED
-    return 0
+        problem, status = "interrupted: the same command goes on where it stopped", INTERRUPTED
+    print(f"sgl-prefix-attn calibrate: {problem}", file=sys.stderr)
+    return status
 
 
 def calibrate(args: argparse.Namespace, console: Console) -> None:
