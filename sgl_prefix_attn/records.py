@@ -71,15 +71,20 @@ class PathTable:
     seq_lens: np.ndarray
 
     @classmethod
+    def of(cls, parent, length, leaf, seq_lens, node_id=None) -> PathTable:
+        """Make one from sequences of integers; without node_id a node's name is its index."""
+        return cls(
+            parent=np.array(parent, np.int32),
+            length=np.array(length, np.int32),
+            node_id=np.array(range(len(parent)) if node_id is None else node_id, np.int64),
+            leaf=np.array(leaf, np.int32),
+            seq_lens=np.array(seq_lens, np.int32),
+        )
+
+    @classmethod
     def smallest_shared(cls) -> PathTable:
         """Return two requests below one node: enough to compile a planner's loops."""
-        return cls(
-            parent=np.array([-1], np.int32),
-            length=np.array([16], np.int32),
-            node_id=np.array([0], np.int64),
-            leaf=np.zeros(2, np.int32),
-            seq_lens=np.array([17, 18], np.int32),
-        )
+        return cls.of(parent=[-1], length=[16], leaf=[0, 0], seq_lens=[17, 18])
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,6 @@ def path_table(paths: Sequence[Sequence[tuple[int, int]]], seq_lens: np.ndarray)
     index: dict[int, int] = {}
     parent: list[int] = []
     length: list[int] = []
-    node_id: list[int] = []
     leaf = np.full(seq_lens.size, -1, np.int32)
     for row, path in enumerate(paths):
         above, total = -1, 0
@@ -68,7 +67,6 @@ def path_table(paths: Sequence[Sequence[tuple[int, int]]], seq_lens: np.ndarray)
                 here = index[node] = len(parent)
                 parent.append(above)
                 length.append(tokens)
-                node_id.append(node)
             elif length[here] != tokens or parent[here] != above:
                 raise ValueError(
                     f"paths[{row}] contradicts an earlier row: node {node} has length {tokens} "
@@ -82,13 +80,7 @@ def path_table(paths: Sequence[Sequence[tuple[int, int]]], seq_lens: np.ndarray)
                 "must be shorter than its request, whose newest token is private"
             )
         leaf[row] = above
-    return PathTable(
-        parent=np.array(parent, np.int32),
-        length=np.array(length, np.int32),
-        node_id=np.array(node_id, np.int64),
-        leaf=leaf,
-        seq_lens=seq_lens,
-    )
+    return PathTable.of(parent, length, leaf, seq_lens, node_id=list(index))
 
 
 def pool_indices(req_pool_indices, seq_lens: np.ndarray, req_to_token: torch.Tensor):

@@ -138,11 +138,5 @@ def _log_uniform(rng, low: int, high: int) -> int:
 def path_table(nodes, leaf, prefix, private) -> PathTable:
     """Make one from nodes [(parent, tokens)], leaf [B], and each request's KV tokens on its path
     and of its own, both [B]."""
-    columns = np.array(nodes, np.int32).reshape(-1, 2)
-    return PathTable(
-        parent=columns[:, 0].copy(),
-        length=columns[:, 1].copy(),
-        node_id=np.arange(len(columns), dtype=np.int64),
-        leaf=np.asarray(leaf, np.int32),
-        seq_lens=(np.asarray(prefix) + private).astype(np.int32),
-    )
+    parent, length = np.array(nodes, np.int32).reshape(-1, 2).T
+    return PathTable.of(parent, length, leaf, np.asarray(prefix) + private)

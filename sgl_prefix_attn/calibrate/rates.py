@@ -36,8 +36,7 @@ def measure_rates(
         plan = planner.plan(paths)
         return meter.prefix_us(plan, paths), plan.work
 
-    none = np.zeros(0, np.int32)
-    padding = planner.plan(PathTable(none, none, none.astype(np.int64), none, none))
+    padding = planner.plan(PathTable.of([], [], [], []))
     launch = meter.prefix_us(padding, unshared(1, 64))
 
     length = min(4096, pool_tokens // 128 // page_size * page_size)

@@ -59,11 +59,7 @@ class Tree:
         parents = [np.full(self.counts[0], -1)]
         for level, count in enumerate(self.counts[1:], start=1):
             parents.append(first[level - 1] + self.parent(level, np.arange(count)))
-        parent, shared = np.concatenate(parents).astype(np.int32), first[-2]
-        return PathTable(
-            parent=parent[:shared],
-            length=np.repeat(self.lengths, self.counts)[:shared].astype(np.int32),
-            node_id=np.arange(shared),
-            leaf=parent[shared:],
-            seq_lens=np.full(self.batch_size, self.seq_len, np.int32),
-        )
+        parent, shared = np.concatenate(parents), first[-2]
+        length = np.repeat(self.lengths, self.counts)[:shared]
+        seq_lens = np.full(self.batch_size, self.seq_len)
+        return PathTable.of(parent[:shared], length, leaf=parent[shared:], seq_lens=seq_lens)

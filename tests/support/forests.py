@@ -39,13 +39,8 @@ def path_table(nodes, leaf, tails) -> PathTable:
     seq_lens = [
         tail + (depth[node] if node >= 0 else 0) for node, tail in zip(leaf, tails, strict=True)
     ]
-    return PathTable(
-        parent=np.array([parent for parent, _ in nodes], np.int32),
-        length=np.array([length for _, length in nodes], np.int32),
-        node_id=np.arange(100, 100 + len(nodes), dtype=np.int64),
-        leaf=np.array(leaf, np.int32),
-        seq_lens=np.array(seq_lens, np.int32),
-    )
+    parents, lengths = zip(*nodes, strict=True) if nodes else ((), ())
+    return PathTable.of(parents, lengths, leaf, seq_lens, node_id=range(100, 100 + len(nodes)))
 
 
 def random_paths(seed: int, batch: int, num_nodes: int, lengths=LENGTHS, max_depth=6) -> PathTable:
