@@ -126,13 +126,10 @@ def run_case(plant: bool = False, device: str = "cuda") -> int:
 
 
 def _paths() -> PathTable:
-    parent, length = (np.array(column, np.int32) for column in zip(*_SHARED, strict=True))
+    parent, length = zip(*_SHARED, strict=True)
     depth = [0, *np.cumsum(length).tolist()]
-    leaf = np.array(_LEAF, np.int32)
-    seq_lens = np.array([depth[node + 1] + tail for node, tail in zip(_LEAF, _TAILS, strict=True)])
-    return PathTable(
-        parent, length, np.arange(length.size, dtype=np.int64), leaf, seq_lens.astype(np.int32)
-    )
+    seq_lens = [depth[node + 1] + tail for node, tail in zip(_LEAF, _TAILS, strict=True)]
+    return PathTable.of(parent, length, _LEAF, seq_lens)
 
 
 def _slots(paths: PathTable) -> tuple[torch.Tensor, int]:
