@@ -1,8 +1,9 @@
 # make demo: a real SGLang server with the plugin, checked against the stock backend.
 # make test: lint and the whole test suite; ARGS goes to pytest.
 # make check: lint and the tests that start no engine and compile no kernel, within two minutes.
-# All install what they need into .venv first, once.
-VENV := .venv
+# All install what they need first, once: the newest release of SGLang that this Python runs into
+# .venv, with SGLANG=0.5.17 that one into .venv-0.5.17.
+VENV := .venv$(SGLANG:%=-%)
 BIN := $(VENV)/bin
 
 .PHONY: demo test check lint wheel install clean
@@ -27,9 +28,9 @@ wheel: install
 
 install:
 	@python=$(BIN)/python; [ -x $$python ] || python=$$(sh requirements/find_python.sh) && \
-		"$$python" requirements/install.py $(VENV)
+		"$$python" requirements/install.py $(VENV) $(SGLANG)
 
-# Keeps .venv; remove it by hand to install from nothing.
+# Keeps the environments; remove them by hand to install from nothing.
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

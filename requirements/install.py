@@ -1,12 +1,15 @@
-"""Makes .venv and installs the pinned set that fits this machine, once.
+"""Makes a virtual environment and installs what fits this machine, once.
 
-    python requirements/install.py VENV
+    python requirements/install.py VENV [RELEASE]
 
-Needs only the standard library. The CUDA set where nvidia-smi lists a GPU, the CPU set otherwise.
-A stamp in the environment, keyed by what decides its content, makes a second run do nothing.
+Needs only the standard library. RELEASE is one of SGLang's that has a lock here (sglang-*.txt),
+without it the newest that this Python runs. The CUDA set where nvidia-smi lists a GPU, the CPU set
+otherwise. A stamp in the environment, keyed by what decides its content, makes a second run do
+nothing.
 """
 
 import hashlib
+import re
 import subprocess
 import sys
 import time
@@ -17,21 +20,24 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 LOG = ROOT / "build" / "install.log"
 HEARTBEAT_S = 20
+# As pip reads it: the release, and the Python that it asks for where that is later than ours.
+PIN = re.compile(r"^sglang==(\S+?)(?:; python_version >= '3\.(\d+)')?$", re.MULTILINE)
 
 
-def main(target: Path) -> None:
+def main(target: Path, wanted: str = "") -> None:
+    release = choose_release(wanted, sys.version_info[1])
     gpu = has_gpu()
-    stamp = target / f".installed-{key(gpu)}"
+    stamp = target / f".installed-{key(release, gpu)}"
     if stamp.exists():
         return
     start = time.monotonic()
     kind = "CUDA" if gpu else "CPU"
-    say(f"installing the {kind} set into {target} with Python {sys.version.split()[0]}")
+    say(f"installing SGLang {release}, {kind} set, into {target} with Python {python_version()}")
     python = target / "bin" / "python"
     if not has_pip(python):
         say(f"making {target}")
         venv.create(target, with_pip=True)
-    for label, arguments in pip_steps(gpu):
+    for label, arguments in pip_steps(release, gpu):
         run_step(label, [str(python), "-m", "pip", "install", *arguments])
     if not gpu:
         add_torchvision_shim(python)
@@ -39,6 +45,41 @@ def main(target: Path) -> None:
         old.unlink()
     stamp.touch()
     say(f"installed in {time.monotonic() - start:.0f} s; the next run installs nothing")
+
+
+def choose_release(wanted: str, minor: int) -> str:
+    """Return the wanted release, or the newest that Python 3.`minor` runs.
+
+    Raises LookupError, with the releases there are, for one without a lock or for a later Python.
+    """
+    least = locked_releases()
+    runnable = [release for release in least if least[release] <= minor]
+    if wanted and wanted not in least:
+        raise LookupError(f"SGLANG={wanted}: no lock for it, only for {', '.join(least)}")
+    if wanted and wanted not in runnable:
+        raise LookupError(
+            f"SGLang {wanted} needs Python 3.{least[wanted]}, this is {python_version()}, "
+            f"which runs {', '.join(runnable)}; name another: "
+            f"make PYTHON=/path/to/python SGLANG={wanted}"
+        )
+    newest = [*least][-1]
+    if not wanted and newest not in runnable:
+        say(
+            f"SGLang {runnable[-1]}, the newest that Python 3.{minor} runs; {newest} needs "
+            f"Python 3.{least[newest]}"
+        )
+    return wanted or runnable[-1]
+
+
+def locked_releases() -> dict[str, int]:
+    """Return the least Python 3 minor by release of SGLang, oldest first, from the locks."""
+    pins = [PIN.search(path.read_text()).groups() for path in HERE.glob("sglang-*.txt")]
+    pins.sort(key=lambda pin: [int(number) for number in re.findall(r"\d+", pin[0])])
+    return {release: int(minor or 0) for release, minor in pins}
+
+
+def python_version() -> str:
+    return sys.version.split()[0]
 
 
 def has_gpu() -> bool:
@@ -55,24 +96,27 @@ def has_pip(python: Path) -> bool:
     return python.exists() and subprocess.run(command, capture_output=True).returncode == 0
 
 
-def key(gpu: bool) -> str:
+def key(release: str, gpu: bool) -> str:
     """Digest of all that decides the environment's content."""
-    files = [HERE / name for name in (("gpu.txt",) if gpu else ("torch-cpu.txt", "cpu.txt"))]
+    names = ["common.txt", f"sglang-{release}.txt"]
+    names += [] if gpu else ["torch-cpu.txt", "cpu.txt"]
     digest = hashlib.sha256(f"{sys.version_info[:2]} {ROOT}".encode())
-    for path in (*files, *sorted(HERE.glob("*.py")), ROOT / "pyproject.toml"):
+    for path in (*map(HERE.joinpath, names), *sorted(HERE.glob("*.py")), ROOT / "pyproject.toml"):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def pip_steps(gpu: bool) -> list[tuple[str, list[str]]]:
+def pip_steps(release: str, gpu: bool) -> list[tuple[str, list[str]]]:
     """(what it installs, arguments of `pip install`) in order."""
+    common = str(HERE / "common.txt")
+    both = ["-r", common, "-r", str(HERE / f"sglang-{release}.txt")]
     this = ["--no-deps", "--no-build-isolation", "--editable", str(ROOT)]
     if gpu:
-        steps = [("SGLang with CUDA torch", ["-r", str(HERE / "gpu.txt")])]
+        steps = [("SGLang with CUDA torch", both)]
     else:
         steps = [
-            ("torch", ["-r", str(HERE / "torch-cpu.txt")]),
-            ("SGLang and the rest", ["--no-deps", "-r", str(HERE / "cpu.txt")]),
+            ("torch", ["-c", common, "-r", str(HERE / "torch-cpu.txt")]),
+            ("SGLang and the rest", ["--no-deps", *both, "-r", str(HERE / "cpu.txt")]),
         ]
     return [*steps, ("this package", this)]
 
@@ -116,6 +160,6 @@ def say(text: str) -> None:
 
 if __name__ == "__main__":
     try:
-        main(Path(sys.argv[1]))
-    except (OSError, subprocess.SubprocessError) as error:
+        main(Path(sys.argv[1]), *sys.argv[2:])
+    except (LookupError, OSError, subprocess.SubprocessError) as error:
         sys.exit(f"error: {error}")
