@@ -1,17 +1,28 @@
 # make demo: a real SGLang server with the plugin, checked against the stock backend.
 # make test: lint and the whole test suite; ARGS goes to pytest.
+# make test-releases: tests/sglang on the oldest release of SGLang, two engines on each in between.
 # make check: lint and the tests that start no engine and compile no kernel, within two minutes.
 # All install what they need first, once: the newest release of SGLang that this Python runs into
 # .venv, with SGLANG=0.5.17 that one into .venv-0.5.17.
 VENV := .venv$(SGLANG:%=-%)
 BIN := $(VENV)/bin
+RELEASES := $(sort $(patsubst requirements/sglang-%.txt,%,$(wildcard requirements/sglang-*.txt)))
+OLDEST := $(firstword $(RELEASES))
+BETWEEN := $(filter-out $(OLDEST) $(lastword $(RELEASES)),$(RELEASES))
 
-.PHONY: demo test check lint wheel install clean
+.PHONY: demo test test-releases pytest check lint wheel install clean
 
 demo: install
 	@$(BIN)/python -m eval.demo
 
-test: lint
+test: lint pytest
+
+test-releases:
+	@$(MAKE) --no-print-directory pytest SGLANG=$(OLDEST) ARGS=tests/sglang
+	@for release in $(BETWEEN); do $(MAKE) --no-print-directory pytest VENV=.venv-between \
+		SGLANG=$$release ARGS="tests/sglang/test_outputs.py -k base" || exit 1; done
+
+pytest: install
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: lint
