@@ -171,10 +171,17 @@ def test_a_file_that_is_no_result_is_named(tmp_path, content, capsys):
 @pytest.mark.parametrize(
     ("page", "names"),
     [
-        ("README.md", ("engine_h100",)),
+        ("README.md", ("engine_h200",)),
         (
             "docs/measurements.md",
-            ("kernel_h100_pat20", "policy_h100", "trace_h100", "trace_h100_fa3"),
+            (
+                "kernel_h100_pat20",
+                "policy_h100",
+                "trace_h100",
+                "trace_h100_fa3",
+                "engine_h200_triton",
+                "engine_h100",
+            ),
         ),
     ],
 )
