@@ -7,7 +7,6 @@ import logging
 import os
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from sgl_prefix_attn.engine.ranks import agreement, cpu_group
@@ -166,7 +165,4 @@ def _calibration(runner, heads: HeadConfig) -> Calibration | None:
 
 def padding_plan(planner: StepPlanner[AnyPlan]) -> AnyPlan:
     """Plan a batch without requests: a captured graph runs it without reading any KV."""
-    none = np.zeros(0, dtype=np.int32)
-    return planner.plan_forest(
-        build_forest(PathTable(none, none, none.astype(np.int64), none, none))
-    )
+    return planner.plan_forest(build_forest(PathTable.of([], [], [], [])))

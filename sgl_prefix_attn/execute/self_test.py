@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 
 from sgl_prefix_attn.execute.backends.kernel_backend import KernelBackend
@@ -27,13 +26,8 @@ class KernelsHang(RuntimeError):
 
 def self_test_paths() -> PathTable:
     """The batch that check_kernels's plans are for."""
-    return PathTable(
-        parent=np.array([-1], np.int32),
-        length=np.array([_SHARED], np.int32),
-        node_id=np.array([0], np.int64),
-        leaf=np.zeros(len(_TAILS), np.int32),
-        seq_lens=np.array([_SHARED + tail for tail in _TAILS], np.int32),
-    )
+    seq_lens = [_SHARED + tail for tail in _TAILS]
+    return PathTable.of([-1], [_SHARED], [0] * len(_TAILS), seq_lens)
 
 
 def check_kernels(

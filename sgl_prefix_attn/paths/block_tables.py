@@ -37,13 +37,7 @@ def shared_paths(pages: np.ndarray, seq_lens: np.ndarray, page_size: int) -> Pat
             length.append(run * page_size)
             leaf[same] = len(parent) - 1
             groups.append((same, page + run, len(parent) - 1))
-    return PathTable(
-        parent=np.array(parent, np.int32),
-        length=np.array(length, np.int32),
-        node_id=np.arange(len(parent), dtype=np.int64),
-        leaf=leaf,
-        seq_lens=seq_lens,
-    )
+    return PathTable.of(parent, length, leaf, seq_lens)
 
 
 def token_slots(block_table: torch.Tensor, page_size: int) -> torch.Tensor:

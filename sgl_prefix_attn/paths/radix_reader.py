@@ -49,13 +49,7 @@ class RadixReader:
                 node_id.append(node.id)
                 above = index[node] = len(parent) - 1
             leaf[i_req] = above
-        return PathTable(
-            parent=np.array(parent, dtype=np.int32),
-            length=np.array(length, dtype=np.int32),
-            node_id=np.array(node_id, dtype=np.int64),
-            leaf=leaf,
-            seq_lens=np.asarray(batch.seq_lens, dtype=np.int32),
-        )
+        return PathTable.of(parent, length, leaf, batch.seq_lens, node_id)
 
     def mapping(self, reqs: Sequence) -> KvMapping:
         return mapping_of(reqs)

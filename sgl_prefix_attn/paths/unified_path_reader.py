@@ -53,13 +53,9 @@ class UnifiedPathReader:
         length = np.array(stops, dtype=np.int32) - np.array(starts, dtype=np.int32)
         if list(slots) != length.tolist():
             _raise_for_slots(nodes.values())
-        return PathTable(
-            parent=np.array([index.get(node, -1) for node in parents], dtype=np.int32),
-            length=length,
-            node_id=np.array(ids, dtype=np.int64),
-            leaf=np.array([index.get(end, -1) for end in ends], dtype=np.int32),
-            seq_lens=np.asarray(batch.seq_lens, dtype=np.int32),
-        )
+        parent = [index.get(node, -1) for node in parents]
+        leaf = [index.get(end, -1) for end in ends]
+        return PathTable.of(parent, length, leaf, batch.seq_lens, ids)
 
     def mapping(self, reqs: Sequence) -> KvMapping:
         return mapping_of(reqs)
