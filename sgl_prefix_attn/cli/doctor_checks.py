@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from sgl_prefix_attn.cli.doctor_facts import PLUGIN, Facts
 from sgl_prefix_attn.execute.backends.family import choose_family
-from sgl_prefix_attn.plugin.versions import INSTALL, RELEASES, SUPPORTED, match
+from sgl_prefix_attn.plugin.versions import RELEASES, SUPPORTED, match, newest_for
 from sgl_prefix_attn.settings import PREFIX, Settings
 
 CPU_HOOKS = {name for release in RELEASES for name in release.cpu_hooks}
@@ -67,17 +67,21 @@ def check_packages(facts: Facts) -> Iterator[Check]:
 
 def check_sglang_version(facts: Facts) -> Verdict:
     installed = facts.versions.get("sglang")
+    newest, python = newest_for(facts.python), ".".join(map(str, facts.python))
+    install, supported = f"pip install sglang=={newest}", SUPPORTED
+    if newest != RELEASES[-1].version:
+        supported += f"; on Python {python} up to {newest}"
     if installed is None:
-        return FAIL, f"no SGLang; supported: {SUPPORTED}", INSTALL
+        return FAIL, f"no SGLang; supported: {supported}", install
     found = match(installed)
     if found is None:
-        return FAIL, f"{installed} is not supported; supported: {SUPPORTED}", INSTALL
+        return FAIL, f"{installed} is not supported; supported: {supported}", install
     if not found.tried:
         detail = (
             f"{installed} was not tried; it is served as {found.release.version} where all fits"
         )
-        return WARN, detail, INSTALL
-    return OK, f"{installed} (supported: {SUPPORTED})"
+        return WARN, detail, install
+    return OK, f"{installed} (supported: {supported})"
 
 
 def check_trees(facts: Facts) -> Verdict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from importlib import metadata
 from typing import NamedTuple
@@ -18,12 +19,14 @@ class Release:
     hooks      modules of sgl_prefix_attn.patches that `--attention-backend prefix` relies on
     readers    modules of sgl_prefix_attn.paths that read this release's prefix caches
     cpu_hooks  modules of sgl_prefix_attn.patches that our CPU platform needs besides
+    python     the oldest Python that it runs on
     """
 
     version: str
     hooks: tuple[str, ...]
     readers: tuple[str, ...]
     cpu_hooks: tuple[str, ...] = ("cpu_no_triton", "cpu_last_loc")
+    python: tuple[int, int] = (3, 10)
 
 
 def _two_trees(version: str) -> Release:
@@ -38,7 +41,7 @@ def _unified_by_node(version: str) -> Release:
 
 def _unified_by_path(version: str) -> Release:
     hooks = (*_EVERYWHERE, "keep_prefill", "checkpoint_remaps")
-    return Release(version, hooks, ("unified_path_reader", "unified_node_reader"))
+    return Release(version, hooks, ("unified_path_reader", "unified_node_reader"), python=(3, 11))
 
 
 RELEASES = (
@@ -51,7 +54,14 @@ RELEASES = (
     _unified_by_path("0.5.23"),
 )
 SUPPORTED = f"{RELEASES[0].version} to {RELEASES[-1].version}"
-INSTALL = f"pip install sglang=={RELEASES[-1].version}"
+
+
+def newest_for(python: tuple[int, int]) -> str:
+    """Return the newest release that a Python runs, the oldest where it runs none."""
+    return [r.version for i, r in enumerate(RELEASES) if i == 0 or r.python <= python][-1]
+
+
+INSTALL = f"pip install sglang=={newest_for(sys.version_info[:2])}"
 
 
 class Installed(NamedTuple):

@@ -182,6 +182,14 @@ def test_the_calibration_of_a_gpu_is_looked_up(monkeypatch, tmp_path):
     assert found == ["conservative", True] and "nothing is measured on NVIDIA X1" in message
 
 
+@pytest.mark.parametrize(("python", "newest"), [((3, 10), "0.5.21"), ((3, 11), "0.5.23")])
+def test_the_release_to_install_is_one_that_this_python_runs(python, newest):
+    checks = run_checks(replace(GOOD, python=python, versions=without("sglang")))
+    (check,) = [check for check in checks if check.name == "sglang version"]
+    assert check.fix == f"pip install sglang=={newest}"
+    assert ("on Python 3.10 up to 0.5.21" in check.detail) == (python == (3, 10))
+
+
 def test_an_sglang_that_was_not_tried_is_a_warning():
     checks = run_checks(replace(GOOD, versions=GOOD.versions | {"sglang": "0.5.99"}))
     (check,) = [check for check in checks if check.status == WARN]

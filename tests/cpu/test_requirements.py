@@ -40,7 +40,9 @@ def requirements(path: Path) -> list[Requirement]:
 
 
 def test_every_supported_release_has_a_lock(install):
-    assert {release.version for release in RELEASES} <= set(install.locked_releases())
+    locked = install.locked_releases()
+    assert {release.version for release in RELEASES} <= set(locked)
+    assert all(release.python == (3, max(10, locked[release.version])) for release in RELEASES)
 
 
 def test_the_extra_admits_the_releases_from_the_oldest_lock_to_the_newest(install):
