@@ -6,17 +6,15 @@ leaves the old id to the rest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
-from sgl_prefix_attn.paths.request_fields import fields_of, mapping_of, node_of
-from sgl_prefix_attn.paths.tree_reader import KvMapping, RequestPath, RunningBatch
+from sgl_prefix_attn.paths.request_fields import RequestReader, fields_of, node_of
+from sgl_prefix_attn.paths.tree_reader import RequestPath, RunningBatch
 from sgl_prefix_attn.records import PathTable
 
 
-class RadixReader:
+class RadixReader(RequestReader):
     """TreeReader of sglang.srt.mem_cache.radix_cache.RadixCache, and the base of those of other
     trees whose nodes are linked."""
 
@@ -50,12 +48,6 @@ class RadixReader:
                 above = index[node] = len(parent) - 1
             leaf[i_req] = above
         return PathTable.of(parent, length, leaf, batch.seq_lens, node_id)
-
-    def mapping(self, reqs: Sequence) -> KvMapping:
-        return mapping_of(reqs)
-
-    def remaps(self, tree_cache) -> int | None:
-        return getattr(tree_cache, "prefix_attn_remaps", None)
 
     def request_path(self, tree_cache, req) -> RequestPath:
         nodes = []

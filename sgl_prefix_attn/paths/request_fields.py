@@ -34,12 +34,18 @@ def fields_of(req) -> RequestFields:
     return _ON_REQUEST if hasattr(req, "cache_protected_len") else _IN_RECORD
 
 
-def mapping_of(reqs: Sequence) -> KvMapping:
-    if not reqs:
-        return KvMapping([], [], [])
-    protected_len = fields_of(reqs[0]).protected_len
-    return KvMapping(
-        [req.last_node for req in reqs],
-        [(protected_len(req), req.retraction_count) for req in reqs],
-        [req.kv for req in reqs],
-    )
+class RequestReader:
+    """What a TreeReader reads alike of every cache: its requests and the count of remaps."""
+
+    def mapping(self, reqs: Sequence) -> KvMapping:
+        if not reqs:
+            return KvMapping([], [], [])
+        protected_len = fields_of(reqs[0]).protected_len
+        return KvMapping(
+            [req.last_node for req in reqs],
+            [(protected_len(req), req.retraction_count) for req in reqs],
+            [req.kv for req in reqs],
+        )
+
+    def remaps(self, tree_cache) -> int | None:
+        return getattr(tree_cache, "prefix_attn_remaps", None)

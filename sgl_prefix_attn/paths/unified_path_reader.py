@@ -6,13 +6,13 @@ A node is named by its id, which SGLang never gives to another one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from msgspec.structs import astuple
 
-from sgl_prefix_attn.paths.request_fields import fields_of, mapping_of, node_of
+from sgl_prefix_attn.paths.request_fields import RequestReader, fields_of
 from sgl_prefix_attn.paths.tree_reader import (
-    KvMapping,
     RequestPath,
     RunningBatch,
     TreeInvariantError,
@@ -35,7 +35,7 @@ def _paths(core, ends: list[int]) -> Sequence[Sequence[tuple]]:
     return [[astuple(node) for node in path] for path in core.collect_path_info(ends)]
 
 
-class UnifiedPathReader:
+class UnifiedPathReader(RequestReader):
     """TreeReader of sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache over any core that
     tells paths (from 0.5.22 on). Column by column: a loop over the nodes takes twice as long."""
 
@@ -57,22 +57,14 @@ class UnifiedPathReader:
         leaf = [index.get(end, -1) for end in ends]
         return PathTable.of(parent, length, leaf, batch.seq_lens, ids)
 
-    def mapping(self, reqs: Sequence) -> KvMapping:
-        return mapping_of(reqs)
-
-    def remaps(self, tree_cache) -> int | None:
-        return getattr(tree_cache, "prefix_attn_remaps", None)
-
     def request_path(self, tree_cache, req) -> RequestPath:
-        fields = fields_of(req)
-        ends = [end for end in (node_of(req),) if end is not None]
-        nodes = [
-            (node, tree_cache.path_device_indices(end)[start:stop])
-            for end in ends
-            for path in _paths(tree_cache.tree_core, ends)
-            for node, _, start, stop, *_ in path
-        ]
-        return RequestPath(nodes, fields.protected_len(req) if ends else 0, fields.row(req))
+        fields, end = fields_of(req), req.last_node
+        if type(end) is not int:
+            return RequestPath([], 0, fields.row(req))
+        (path,) = _paths(tree_cache.tree_core, [end])
+        slots: Any = tree_cache.path_device_indices(end) if path else None
+        nodes = [(node, slots[start:stop]) for node, _, start, stop, *_ in path]
+        return RequestPath(nodes, fields.protected_len(req), fields.row(req))
 
 
 def _raise_for_slots(nodes: Iterable[tuple]) -> None:
