@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from sgl_prefix_attn.patches.remaps import TYPE, WHY, hook
+from sgl_prefix_attn.patches.remaps import PARAMETERS, TYPE, WHY, hook
 
 __all__ = ["PARAMETERS", "TARGET", "TYPE", "WHY", "hook"]
 
 TARGET = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.cache_unfinished_req"
-PARAMETERS = ("self", "req")
