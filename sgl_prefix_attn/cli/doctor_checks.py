@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from sgl_prefix_attn.cli.doctor_facts import PLUGIN, Facts
 from sgl_prefix_attn.execute.backends.family import choose_family
-from sgl_prefix_attn.plugin.versions import RELEASES, SUPPORTED, match, newest_for
+from sgl_prefix_attn.plugin.versions import RELEASES, SUPPORTED, install_command, match, newest_for
 from sgl_prefix_attn.settings import PREFIX, Settings
 
 CPU_HOOKS = {name for release in RELEASES for name in release.cpu_hooks}
@@ -68,7 +68,7 @@ def check_packages(facts: Facts) -> Iterator[Check]:
 def check_sglang_version(facts: Facts) -> Verdict:
     installed = facts.versions.get("sglang")
     newest, python = newest_for(facts.python), ".".join(map(str, facts.python))
-    install, supported = f"pip install sglang=={newest}", SUPPORTED
+    install, supported = install_command(facts.python), SUPPORTED
     if newest != RELEASES[-1].version:
         supported += f"; on Python {python} up to {newest}"
     if installed is None:

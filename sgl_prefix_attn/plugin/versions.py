@@ -61,7 +61,11 @@ def newest_for(python: tuple[int, int]) -> str:
     return [r.version for i, r in enumerate(RELEASES) if i == 0 or r.python <= python][-1]
 
 
-INSTALL = f"pip install sglang=={newest_for(sys.version_info[:2])}"
+def install_command(python: tuple[int, int]) -> str:
+    return f"pip install sglang=={newest_for(python)}"
+
+
+INSTALL = install_command(sys.version_info[:2])
 
 
 class Installed(NamedTuple):
