@@ -154,6 +154,12 @@ def median_ms(
     return statistics.median(times) * 1e3
 
 
+def run_on_one_core() -> None:
+    """Keep this process on one core from here on, where the system can."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+
 def _planner(strategy: str, kernels: str) -> Planner | RowTilePlanner:
     planner = _of_packs(strategy) if kernels == "triton" else _of_row_tiles(strategy)
     planner.warm_up()
@@ -188,8 +194,7 @@ def main(argv: list[str]) -> int:
         planner = _planner(args.strategy, args.kernels)
     except ValueError as error:
         parser.error(f"argument --strategy: {error}")
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    run_on_one_core()
     names = ("scratch", "join", "leave", "steady", "walk", "plan")
     print("host milliseconds per step, median, one core (walk and plan: the parts of scratch)")
     print(f"{'requests':>8} {'levels':>6} {'nodes':>6}" + "".join(f"{n:>10}" for n in names))

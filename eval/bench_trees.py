@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from eval import provenance
-from eval.bench_plan import median_ms
+from eval.bench_plan import median_ms, run_on_one_core
 from eval.cli_values import several
 from sgl_prefix_attn.cli.argument_types import count
 from sgl_prefix_attn.engine.start_checks import TREE_CORE
@@ -100,8 +100,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--batches", type=several(count), default=BATCHES)
     parser.add_argument("--repeats", type=count, default=51)
     args = parser.parse_args(argv)
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    run_on_one_core()
     rows, missed = [], []
     for core in CORES:
         for batch in args.batches:
