@@ -14,15 +14,16 @@ def tokens(seed: int, count: int) -> list[int]:
     return [rng.randrange(260, 1000) for _ in range(count)]
 
 
-async def generate(engine, ids, new_tokens, *, extra_key=None, at=None):
-    """One greedy request; at = {n: event} sets each event when n tokens have come back."""
+async def generate(engine, ids, new_tokens, *, at=None, **options):
+    """One greedy request with options of SGLang's GenerateReqInput; at = {n: event} sets each event
+    when n tokens have come back."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     request = GenerateReqInput(
         input_ids=ids,
         sampling_params={"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
         stream=True,
-        extra_key=extra_key,
+        **options,
     )
     output = []
     async for chunk in engine.tokenizer_manager.generate_request(request, None):
@@ -137,3 +138,57 @@ async def crowd(engine):
     return await asyncio.gather(
         *(generate(engine, SYSTEM + tokens(80 + i, 6 + i), 16) for i in range(6))
     )
+
+
+async def adapters(engine):
+    """Requests of two LoRA adapters and of none: KV is shared under the same adapter only."""
+    ids = SYSTEM + tokens(100, 4)
+    paths = ["adapter", "adapter", None, None]
+    for path in ("adapter", None):
+        await generate(engine, SYSTEM, 2, lora_path=path)
+    return await asyncio.gather(
+        *(generate(engine, ids + tokens(i, 3 + i), 16, lora_path=p) for i, p in enumerate(paths))
+    )
+
+
+async def slept(engine):
+    """The siblings again after the server gave its KV memory back and took it anew."""
+    from sglang.srt.managers import io_struct
+
+    first = await siblings(engine)
+    manager, tags = engine.tokenizer_manager, ["kv_cache"]
+    await manager.release_memory_occupation(
+        io_struct.ReleaseMemoryOccupationReqInput(tags=tags), None
+    )
+    await manager.resume_memory_occupation(
+        io_struct.ResumeMemoryOccupationReqInput(tags=tags), None
+    )
+    return first + await siblings(engine)
+
+
+async def updated(engine):
+    """The siblings again after the server loaded its weights anew and captured its graphs again."""
+    from sglang.srt.managers import io_struct
+
+    first, manager = await siblings(engine), engine.tokenizer_manager
+    success, message, *_ = await manager.update_weights_from_disk(
+        io_struct.UpdateWeightFromDiskReqInput(
+            model_path=manager.server_args.model_path, recapture_cuda_graph=True
+        ),
+        None,
+    )
+    assert success, message
+    return first + await siblings(engine)
+
+
+async def handed_over(engine):
+    """Requests whose prompts another server has prefilled: SGLang's fake transfer of their KV."""
+    return await asyncio.gather(
+        *(
+            generate(
+                engine, SYSTEM + tokens(i, 5), 16,
+                bootstrap_host="2.2.2.2", bootstrap_port=1, bootstrap_room=i,
+            )
+            for i in range(4)
+        )
+    )  # fmt: skip

@@ -1,0 +1,129 @@
+"""Options that SGLang's users start servers with, each on an engine: steps run prefix kernels, or
+stock ones for the reason that docs/sglang-integration.md names; outputs as near as those of two
+stock backends.
+"""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from eval.model_shapes import LLAMA, SHAPES
+from eval.tiny_model import write_tiny_llama
+from tests.gpu import test_engines as plain_engines
+from tests.gpu.test_engines import ENGINE, MARGIN, NOISE, REFERENCE, SAME_PREFILL, TESTED
+from tests.sglang.engine import Config, plain, result, start, wait
+
+pytestmark = plain_engines.pytestmark
+
+CHANGES = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 128}
+PREFIX = ("prefix", "forced")
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+NO_FUSED_REDUCE = {"enforce_disable_flashinfer_allreduce_fusion": True}
+
+# Name: engine arguments, scenario, what each step is, marks.
+OPTIONS = {
+    "lora": ({"enable_lora": True, "max_loras_per_batch": 2}, "adapters", PREFIX),
+    "chunked_prefill_off": ({"chunked_prefill_size": -1}, "siblings", PREFIX),
+    "hicache": (
+        {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}, "siblings",
+        ("stock", "tree:hicache"),
+    ),
+    "torch_compile": (
+        {"enable_torch_compile": True, "torch_compile_max_bs": 2}, "siblings",
+        ("stock", "torch_compile"),
+    ),
+    "sleep_and_wake": ({"enable_memory_saver": True}, "slept", PREFIX),
+    "update_weights": ({}, "updated", PREFIX),
+    "disaggregated_decode": (
+        {"disaggregation_mode": "decode", "disaggregation_transfer_backend": "fake"},
+        "handed_over", PREFIX,
+    ),
+    "data_parallel": ({"dp_size": 2}, "siblings", PREFIX),
+    "pipeline_parallel": ({"pp_size": 2}, "siblings", ("stock", "parallel:pipeline")),
+    "dp_attention": (
+        {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True} | NO_FUSED_REDUCE, "siblings",
+        ("stock", "parallel:dp_attention"),
+    ),
+}  # fmt: skip
+ON_TWO_GPUS = ("data_parallel", "pipeline_parallel", "dp_attention")
+
+
+def write_adapter(path):
+    """A LoRA adapter of rank 8 on the query and value projections, seeded."""
+    path.mkdir()
+    config, generator = LLAMA | SHAPES["tiny"] | CHANGES, torch.Generator().manual_seed(5)
+    (path / "adapter_config.json").write_text(
+        json.dumps(
+            {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "bias": "none",
+             "target_modules": ["q_proj", "v_proj"]}
+        )
+    )  # fmt: skip
+    heads = {"q_proj": config["num_attention_heads"], "v_proj": config["num_key_value_heads"]}
+    weights = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, count in heads.items():
+            key = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            a = torch.randn(8, config["hidden_size"], generator=generator) * 0.03
+            b = torch.randn(count * config["head_dim"], 8, generator=generator) * 0.1
+            weights |= {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
+    save_file(weights, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory):
+    """Folders of finished engines by (option, backend); all start at once, after one that
+    compiles FlashInfer."""
+    folder = tmp_path_factory.mktemp("configurations")
+    model = write_tiny_llama(folder / "model", **CHANGES)
+    adapter = {"lora_paths": {"adapter": str(write_adapter(folder / "adapter"))}}
+    env = {"SGL_PREFIX_ATTN_CPU_PLATFORM": "0", "SGL_PREFIX_ATTN_POLICY": "prefix"}
+    jobs = {
+        ("plain", b): Config("plain", plain("siblings"), ENGINE, env) for b in (REFERENCE, NOISE)
+    }
+    for name, (arguments, scenario, _) in OPTIONS.items():
+        if name in ON_TWO_GPUS and torch.cuda.device_count() < 2:
+            continue
+        engine = ENGINE | arguments | (adapter if name == "lora" else {})
+        for backend in (REFERENCE, TESTED):
+            prefill = SAME_PREFILL if backend == TESTED else {}
+            jobs[name, backend] = Config(name, plain(scenario), engine | prefill, env)
+    started = {}
+    for i, (key, config) in enumerate(jobs.items()):
+        started[key] = start(config, key[1], model, folder / "-".join(key))
+        if i == 0:
+            wait(started[key], folder / "-".join(key))
+    for key, process in started.items():
+        wait(process, folder / "-".join(key))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def noise(engines):
+    """Equal tokens of two stock backends."""
+    outputs = [of("plain", b, engines).outputs["siblings", ""] for b in (REFERENCE, NOISE)]
+    return plain_engines.equal_share(*outputs)
+
+
+def of(option, backend, engines):
+    return result(engines / f"{option}-{backend}")
+
+
+@pytest.mark.parametrize(
+    "option", [pytest.param(o, marks=TWO_GPUS if o in ON_TWO_GPUS else ()) for o in OPTIONS]
+)
+def test_an_option(engines, noise, option):
+    _, scenario, expected = OPTIONS[option]
+    run = of(option, TESTED, engines)
+    steps = run.steps[scenario, ""]
+    assert {(step["variant"], step["reason"]) for step in steps} == {expected}
+    if option == "disaggregated_decode":
+        return  # no KV has come: outputs mean nothing
+    stock = of(option, REFERENCE, engines).outputs[scenario, ""]
+    share = plain_engines.equal_share(stock, run.outputs[scenario, ""])
+    print(f"{option}: equal tokens {share:.4f}, two stock backends {noise:.4f}")
+    assert share >= noise - MARGIN
+    if expected == PREFIX:
+        assert any(step["nodes"] for step in steps), "no step shared KV"
