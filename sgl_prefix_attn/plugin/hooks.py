@@ -40,7 +40,7 @@ def difference(name: str) -> str:
     """Say what sgl_prefix_attn.patches.<name> relies on and SGLang lacks; "" if nothing."""
     patch = load(name)
     try:
-        function = _plain(pkgutil.resolve_name(patch.TARGET))
+        function = _plain(_resolve(patch.TARGET))
     except Exception as error:  # importing SGLang's modules may fail in any way
         return f"{patch.TARGET}: {type(error).__name__}: {error}"
     parameters = tuple(inspect.signature(function).parameters)
@@ -71,13 +71,27 @@ def verify_applied(sglang: Installed) -> None:
 
 def _is_applied(patch: ModuleType) -> bool:
     # HookRegistry wraps functions in functions: ours is in a closure of the chain of __wrapped__.
-    function: Callable | None = _plain(pkgutil.resolve_name(patch.TARGET))
+    function: Callable | None = _plain(_resolve(patch.TARGET))
     while function is not None:
         cells = getattr(function, "__closure__", None) or ()
         if any(cell.cell_contents is patch.hook for cell in cells):
             return True
         function = getattr(function, "__wrapped__", None)
     return False
+
+
+def _resolve(target: str) -> Callable:
+    """Return what a dotted name stands for. Where a module of it fails to import another one, that
+    error is raised; pkgutil alone would say that the name does not exist."""
+    names = target.split(".")
+    for n in range(len(names) - 1, 0, -1):
+        module = ".".join(names[:n])
+        try:
+            return pkgutil.resolve_name(f"{module}:{'.'.join(names[n:])}")
+        except ModuleNotFoundError as error:
+            if not f"{module}.".startswith(f"{error.name}."):
+                raise
+    raise ModuleNotFoundError(f"No module named {names[0]!r}", name=names[0])
 
 
 def _plain(function: Callable) -> Callable:

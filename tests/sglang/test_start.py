@@ -153,6 +153,13 @@ def test_what_a_hook_relies_on_is_compared_with_sglang(monkeypatch):
     assert "no_such_module" in hooks.difference("graph_gate")
 
 
+def test_a_hooked_module_that_lacks_a_package_names_the_package(tmp_path, monkeypatch):
+    (tmp_path / "half_there.py").write_text("import a_package_that_is_missing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(hooks.load("graph_gate"), "TARGET", "half_there.Runner.can_run_graph")
+    assert "a_package_that_is_missing" in hooks.difference("graph_gate")
+
+
 def test_every_fact_that_flashinfer_states_of_itself_is_forwarded():
     """Read from the source: FlashInfer is not installed without a GPU."""
     base, stock = (
