@@ -3,6 +3,7 @@
 Importing the package is cheap: it pulls in neither sglang nor a CUDA context.
 """
 
+import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,13 +16,8 @@ __all__ = ["Lse", "PrefixDecodeWrapper", "__version__"]
 
 
 def __getattr__(name: str):
-    """Public names are imported at first use, so that importing the package stays cheap."""
-    if name == "PrefixDecodeWrapper":
-        from sgl_prefix_attn.api.wrapper import PrefixDecodeWrapper
-
-        return PrefixDecodeWrapper
-    if name == "Lse":
-        from sgl_prefix_attn.execute.lse import Lse
-
-        return Lse
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Import public names at first use, so that importing the package stays cheap."""
+    modules = {"Lse": "execute.lse", "PrefixDecodeWrapper": "api.wrapper"}
+    if name not in modules:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{modules[name]}"), name)

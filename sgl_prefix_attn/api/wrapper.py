@@ -163,7 +163,7 @@ class PrefixDecodeWrapper:
                 soft_cap=self.logits_soft_cap,
             )
         )
-        return out if lse is None else (out, Lse(lse, "2"))
+        return out if lse is None else (out, Lse(lse))
 
     def explain(self) -> dict:
         """Return the plan as plain data: statistics, and each pack's queries and KV positions."""

@@ -75,7 +75,7 @@ def execute(
             else:
                 partial_out[partials], partial_lse[partials] = o, lse2
     _merge(merges, partial_out, partial_lse, out, lse)
-    return out.to(q.dtype), Lse(lse, "2")
+    return out.to(q.dtype), Lse(lse)
 
 
 def full_attention(
@@ -99,7 +99,7 @@ def full_attention(
         )
         outs.append(o)
         lses.append(lse2)
-    return torch.cat(outs), Lse(torch.cat(lses), "2")
+    return torch.cat(outs), Lse(torch.cat(lses))
 
 
 def _items(words: torch.Tensor):

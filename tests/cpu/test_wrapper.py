@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import sgl_prefix_attn
 from sgl_prefix_attn import PrefixDecodeWrapper
 from sgl_prefix_attn.execute.backends.torch_backend import TorchBackend
-from sgl_prefix_attn.execute.lse import Lse, merge_states
+from sgl_prefix_attn.execute.lse import Lse
 from sgl_prefix_attn.plan import STRATEGIES
 from sgl_prefix_attn.records import HeadConfig
 from tests.support.forests import path_table, path_tables
@@ -92,19 +92,6 @@ def test_out_is_written_in_place():
     assert_attention(problem, out)
     given_out, lse = made.run(problem.q, (problem.k, problem.v), out=out, return_lse=True)
     assert given_out is out and lse.values.shape == (2, HEADS.num_qo_heads)
-
-
-def test_lse_merges_with_another_part():
-    """Attention over a request's own KV and over KV from elsewhere, put together by LSE."""
-    problem = make_problem(path_table([], [-1], [40]), HEADS)
-    made = wrapper(HEADS, sm_scale=problem.sm_scale)
-    parts = []
-    for begin, end in ((0, 25), (25, 40)):
-        made.plan([[]], [end - begin], problem.req_to_token[:, begin:end], problem.pool)
-        parts += made.run(problem.q, (problem.k, problem.v), return_lse=True)
-    assert_attention(problem, merge_states(*parts)[0])
-    with pytest.raises(ValueError, match="lse_a is in base 2, lse_b in base e"):
-        merge_states(parts[0], parts[1], parts[2], parts[3].to_base("e"))
 
 
 def test_plans_follow_each_other():
