@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +14,9 @@ import numpy as np
 from sgl_prefix_attn.calibrate import fit, samples
 from sgl_prefix_attn.calibrate.batches import MAX_BATCH, Batch, draw
 from sgl_prefix_attn.calibrate.rates import MAX_QUERIES, check_plausible, measure_rates
-from sgl_prefix_attn.calibrate.samples import Sample, Task
+from sgl_prefix_attn.calibrate.samples import Header, Sample, Task
 from sgl_prefix_attn.plan import CostModel, Planner
-from sgl_prefix_attn.plan.costs import GpuRates
+from sgl_prefix_attn.plan.costs import GpuRates, usual_rates
 from sgl_prefix_attn.plan.tile_defaults import gpu_tile_set
 from sgl_prefix_attn.predict.codec import CalibrationError
 from sgl_prefix_attn.predict.record import Calibration, Origin
@@ -48,7 +47,7 @@ def measure(
         samples.start(path, task, rates)
     else:
         samples.drop_torn_line(path, earlier)
-        rates, rows = earlier.rates, {row.number: row for row in earlier.rows}
+        rates, rows = earlier.header.rates, {row.number: row for row in earlier.rows}
         say(f"{len(rows)} of {task.count} batches are in {path} already")
     say(f"rates: {rates}")
     meter = None
@@ -70,8 +69,8 @@ def _earlier(task: Task, path: Path, say: Callable[[str], None]) -> samples.Samp
     except CalibrationError as error:
         say(f"starting afresh: {error}")
         return None
-    if earlier.task != task:
-        say(f"starting afresh: {path} holds samples of {earlier.task}")
+    if earlier.header.task != task:
+        say(f"starting afresh: {path} holds samples of {earlier.header.task}")
         return None
     return earlier
 
@@ -79,12 +78,7 @@ def _earlier(task: Task, path: Path, say: Callable[[str], None]) -> samples.Samp
 def _measure_rates(task: Task, new_meter: Callable) -> GpuRates:
     """In a scope of its own: its meter's memory is free again before the next one is made."""
     key = task.key
-    planner = Planner(
-        key.heads,
-        tile_set=gpu_tile_set(task.num_sms, key.heads),
-        strategy="naive",
-        costs=CostModel.for_gpu(key.gpu, key.heads, key.kv_bytes),
-    )
+    planner = _planner(task, usual_rates(key.gpu), strategy="naive")
     meter = new_meter(planner, MAX_QUERIES)
     rates = measure_rates(meter, planner, key.kv_bytes, task.pool_tokens, key.page_size)
     check_plausible(rates, key.gpu)
@@ -95,9 +89,7 @@ def _measure_rates(task: Task, new_meter: Callable) -> GpuRates:
 class Measured:
     """Batches with the work that they are for either kernel, and their microseconds [n]."""
 
-    task: Task
-    date: date
-    rates: GpuRates
+    header: Header
     batches: list[Batch]
     stock_works: list[StockWork]
     prefix_works: list[PlanWork]
@@ -106,7 +98,8 @@ class Measured:
 
     @property
     def costs(self) -> CostModel:
-        return CostModel.from_rates(self.rates, self.task.key.heads, self.task.key.kv_bytes)
+        key = self.header.task.key
+        return CostModel.from_rates(self.header.rates, key.heads, key.kv_bytes)
 
 
 @dataclass(frozen=True)
@@ -125,18 +118,17 @@ def read_measured(path: Path) -> Measured:
     file = samples.read(path)
     if len(file.rows) < MIN_SAMPLES:
         raise CalibrationError(f"{path}: {len(file.rows)} samples, a fit needs {MIN_SAMPLES}")
-    task, drawn = file.task, _batches(file.task)
+    task = file.header.task
+    drawn = _batches(task)
     batches = []
     for row in file.rows:
         if not 0 <= row.number < task.count:
             raise CalibrationError(f"{path}: batch {row.number} of {task.count}")
         row.check(drawn[row.number])
         batches.append(drawn[row.number])
-    planner, heads = _planner(task, file.rates), task.key.heads
+    planner, heads = _planner(task, file.header.rates), task.key.heads
     return Measured(
-        task=task,
-        date=file.date,
-        rates=file.rates,
+        header=file.header,
         batches=batches,
         stock_works=[
             stock_work(b.paths.seq_lens, b.unique_tokens, task.num_sms, heads.num_kv_heads)
@@ -159,12 +151,12 @@ def hold_out(measured: Measured) -> HeldOut:
 
 def finish(measured: Measured, held_out: HeldOut) -> Calibration:
     """Fit to all batches; the errors are those of the fits before."""
-    m = measured
+    m, task = measured, measured.header.task
     return Calibration(
-        key=m.task.key,
-        versions=m.task.versions,
-        num_sms=m.task.num_sms,
-        rates=m.rates,
+        key=task.key,
+        versions=task.versions,
+        num_sms=task.num_sms,
+        rates=m.header.rates,
         stock=fit.STOCK_MODEL.fit(m.stock_works, m.stock_us, m.costs),
         prefix=fit.PREFIX_MODEL.fit(m.prefix_works, m.prefix_us, m.costs),
         samples=len(m.batches),
@@ -172,7 +164,7 @@ def finish(measured: Measured, held_out: HeldOut) -> Calibration:
             "stock": fit.log_rms(held_out.stock_us, m.stock_us),
             "prefix": fit.log_rms(held_out.prefix_us, m.prefix_us),
         },
-        origin=Origin(m.task.seed, m.task.count, m.task.pool_tokens, m.date),
+        origin=Origin(task.seed, task.count, task.pool_tokens, m.header.date),
         source="measured",
     )
 
@@ -187,10 +179,11 @@ def _batches(task: Task) -> list[Batch]:
     return draw(task.seed, task.count, task.pool_tokens, task.key.page_size)
 
 
-def _planner(task: Task, rates: GpuRates) -> Planner:
+def _planner(task: Task, rates: GpuRates, strategy: str = "calibrated") -> Planner:
     key = task.key
     return Planner(
         key.heads,
         tile_set=gpu_tile_set(task.num_sms, key.heads),
+        strategy=strategy,
         costs=CostModel.from_rates(rates, key.heads, key.kv_bytes),
     )

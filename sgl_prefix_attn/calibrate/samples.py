@@ -5,20 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import date, datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
 from sgl_prefix_attn.calibrate.batches import Batch
 from sgl_prefix_attn.calibrate.writing import writing
 from sgl_prefix_attn.plan.costs import GpuRates
-from sgl_prefix_attn.predict.codec import (
-    CalibrationError,
-    check_complete,
-    converted,
-    key_of_0_1_2,
-    parsed,
-)
+from sgl_prefix_attn.predict.codec import CalibrationError, parsed, read_record, write_record
 from sgl_prefix_attn.predict.record import CalibrationKey, Count, Positive
 
 FORMAT = 2
@@ -54,9 +48,10 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """What a header says besides its task: day (UTC) of its first line, measured rates."""
+class Header:
+    """A file's first line: the task, the day (UTC) on which measuring began, measured rates."""
 
+    task: Task
     date: date
     rates: GpuRates
 
@@ -65,9 +60,7 @@ class Beginning:
 class Samples:
     """What a samples file holds; `size` is the file's up to the last whole line."""
 
-    task: Task
-    date: date
-    rates: GpuRates
+    header: Header
     rows: list[Sample]
     size: int
 
@@ -78,10 +71,9 @@ def today() -> date:
 
 def start(path: Path, task: Task, rates: GpuRates) -> None:
     """Begin a file of today with the header alone, in place of an older one. OSError names it."""
-    fields = msgspec.to_builtins(task) | msgspec.to_builtins(Beginning(today(), rates))
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(msgspec.json.encode({"format": FORMAT, **fields}) + b"\n")
+        path.write_bytes(write_record(Header(task, today(), rates), FORMAT) + b"\n")
 
 
 def append(path: Path, sample: Sample) -> None:
@@ -91,8 +83,7 @@ def append(path: Path, sample: Sample) -> None:
 
 
 def read(path: Path) -> Samples:
-    """Read a file, of version 0.1.2 too. A last line without its end was torn by a crash: it does
-    not count.
+    """Read a file. A last line without its end was torn by a crash: it does not count.
 
     Raises CalibrationError that names the file and what is wrong with it.
     """
@@ -100,29 +91,15 @@ def read(path: Path) -> Samples:
         data = path.read_bytes()
         size = data.rfind(b"\n") + 1
         first, *others = data[:size].splitlines() or [b""]
-        header = _header(first)
-        task, beginning = converted(header, Task), converted(header, Beginning)
-        check_complete(header, task, beginning)
-        rows = [_sample(line) for line in others]
+        return Samples(read_record(first, Header, FORMAT), [_sample(line) for line in others], size)
     except (OSError, CalibrationError) as error:
         raise CalibrationError(f"{path}: {error}") from None
-    return Samples(task, beginning.date, beginning.rates, rows, size)
 
 
 def drop_torn_line(path: Path, samples: Samples) -> None:
     """Cut off what read() did not count, so that append() starts a line of its own."""
     with writing(path), path.open("rb+") as file:
         file.truncate(samples.size)
-
-
-def _header(line: bytes) -> dict[str, Any]:
-    header = parsed(line, dict[str, Any])
-    found = header.pop("format", None)
-    if found == 1:
-        return header | {"key": key_of_0_1_2(converted(header.get("key"), dict[str, Any]))}
-    if found != FORMAT:
-        raise CalibrationError(f"format {found!r}, this version reads 1 and {FORMAT}")
-    return header
 
 
 def _sample(line: bytes) -> Sample:

@@ -47,6 +47,11 @@ def known_rates(gpu_name: str) -> GpuRates | None:
     return next((rates for name, rates in GPU_RATES.items() if name in gpu_name), None)
 
 
+def usual_rates(gpu_name: str) -> GpuRates:
+    """Return known_rates, or the row of an unknown GPU."""
+    return known_rates(gpu_name) or GPU_RATES["other"]
+
+
 # Bytes of KV that a CTA streams in a microsecond while it has the memory to itself.
 _CHAIN_BANDWIDTH = 35e3
 
@@ -77,16 +82,9 @@ class CostModel:
     num_kv_heads: int
     row_step: int = 16
 
-    def __post_init__(self):
-        for name in ("kv_token", "mma_row", "partial", "item", "pack", "launch", "chain"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} must be finite and >= 0, got {value!r}")
-
     @classmethod
     def for_gpu(cls, gpu_name: str, heads: HeadConfig, kv_bytes: int = 2) -> CostModel:
-        """Take the rates of the first table row whose name occurs in gpu_name, else 'other'."""
-        return cls.from_rates(known_rates(gpu_name) or GPU_RATES["other"], heads, kv_bytes)
+        return cls.from_rates(usual_rates(gpu_name), heads, kv_bytes)
 
     @classmethod
     def from_rates(cls, rates: GpuRates, heads: HeadConfig, kv_bytes: int = 2) -> CostModel:

@@ -28,12 +28,12 @@ PREFIX_COEFFICIENTS = (
 )
 
 
-def starts(coefficients: tuple) -> tuple[float, ...]:
+def starts(coefficients: tuple) -> dict[str, float]:
     """Take what holds until something is fitted from a table such as PREFIX_COEFFICIENTS."""
-    return tuple(start for _, start, *_ in coefficients)
+    return {name: start for name, start, *_ in coefficients}
 
 
-_PREFIX_START = starts(PREFIX_COEFFICIENTS)
+_PREFIX_START = tuple(starts(PREFIX_COEFFICIENTS).values())
 
 
 def estimated_us(work: PlanWork, costs: CostModel) -> float:

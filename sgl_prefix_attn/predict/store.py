@@ -5,6 +5,7 @@ Files are compared by what is in them; a file's name only tells where to look.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -12,9 +13,11 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
+from sgl_prefix_attn.plan.costs import usual_rates
+from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS, starts
 from sgl_prefix_attn.predict.codec import CalibrationError, decode
-from sgl_prefix_attn.predict.derived import conservative, distance
 from sgl_prefix_attn.predict.record import Calibration, CalibrationKey
+from sgl_prefix_attn.predict.stock_time import STOCK_COEFFICIENTS
 
 SHIPPED = Path(__file__).with_name("shipped")
 HOW_TO_CALIBRATE = "`sgl-prefix-attn calibrate --model ...` measures this GPU"
@@ -50,7 +53,7 @@ def file_name(key: CalibrationKey) -> str:
 
 def _stem(key: CalibrationKey) -> str:
     """How the names of all files of these layers begin, whatever kernels they are for. Those of
-    version 0.1.2 end with a digest of versions instead of the kernels."""
+    version 0.1.2, which are refused and named, end with a digest of versions."""
     gpu = re.sub(r"[^A-Za-z0-9.]+", "-", key.gpu).strip("-")
     heads = key.heads
     shape = f"{heads.num_qo_heads}-{heads.num_kv_heads}-{heads.head_dim}"
@@ -132,10 +135,10 @@ def _from_shipped(
     }
     if not of_gpu:
         of_h100 = [found for found in shipped.values() if "H100" in found.key.gpu]
-        like = min(of_h100, key=lambda found: distance(found.key, key), default=None)
+        like = min(of_h100, key=lambda found: _distance(found.key, key), default=None)
         what = f"conservative: nothing is measured on {key.gpu}"
-        return conservative(key, num_sms, like), what
-    path = min(of_gpu, key=lambda path: (distance(of_gpu[path].key, key), path))
+        return _conservative(key, num_sms, like), what
+    path = min(of_gpu, key=lambda path: (_distance(of_gpu[path].key, key), path))
     found, there = of_gpu[path], of_gpu[path].key
     what = f"{path.name} ({found.origin})"
     if replace(there, page_size=key.page_size) == key:
@@ -145,6 +148,36 @@ def _from_shipped(
     heads = there.heads
     other = f"{heads.num_qo_heads}/{heads.num_kv_heads} heads of {heads.head_dim}"
     return scaled, f"scaled: {what}, for {other}"
+
+
+def _conservative(key: CalibrationKey, num_sms: int, like: Calibration | None) -> Calibration:
+    """Make one for a GPU of which only the name is known; `like`, of another GPU, gives the
+    coefficients."""
+    return Calibration(
+        key=key,
+        versions={},
+        num_sms=num_sms,
+        rates=usual_rates(key.gpu),
+        stock=like.stock if like else starts(STOCK_COEFFICIENTS),
+        prefix=like.prefix if like else starts(PREFIX_COEFFICIENTS),
+        samples=0,
+        errors={},
+        origin=None,
+        source="conservative",
+    )
+
+
+def _distance(found: CalibrationKey, key: CalibrationKey) -> tuple:
+    """Say how unlike two keys are, what matters most first."""
+    a, b = found.heads, key.heads
+    return (
+        found.kv_bytes != key.kv_bytes,
+        abs(math.log(a.head_dim / b.head_dim)),
+        abs(math.log(a.group_size / b.group_size)),
+        abs(math.log(a.num_kv_heads / b.num_kv_heads)),
+        found.dtype != key.dtype,
+        abs(math.log(found.page_size / key.page_size)),
+    )
 
 
 def _found(found: Calibration, what: str, here: Mapping[str, str], refused: list[str]) -> Found:

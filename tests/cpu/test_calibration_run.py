@@ -194,7 +194,7 @@ def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(samples, "today", lambda: DAY + timedelta(days=1))
     said = []
     procedure.measure(TASK, path, FakeMeter, say=said.append, progress=done.append)
-    assert samples.read(path).date == DAY, "measuring began then"
+    assert samples.read(path).header.date == DAY, "measuring began then"
     monkeypatch.setattr(samples, "today", lambda: DAY)
     assert FakeMeter.measured == TASK.count
     assert done == list(range(1, TASK.count + 1))
@@ -226,13 +226,13 @@ def test_another_header_starts_afresh(change, tmp_path):
     FakeMeter.measured = 0
     other = replace(TASK, **change)
     procedure.measure(other, path, FakeMeter, say=said.append)
-    assert FakeMeter.measured == other.count and samples.read(path).task == other
+    assert FakeMeter.measured == other.count and samples.read(path).header.task == other
     assert said[0].startswith(f"starting afresh: {path} holds samples of")
 
 
 def test_samples_are_dated_in_utc(tmp_path):
     samples.start(tmp_path / "s.jsonl", TASK, GPU_RATES["H100"])
-    began = samples.read(tmp_path / "s.jsonl").date
+    began = samples.read(tmp_path / "s.jsonl").header.date
     age = datetime.now(timezone.utc) - datetime.combine(began, time(), timezone.utc)
     assert timedelta(0) <= age < timedelta(days=1, minutes=1)
 
@@ -297,7 +297,7 @@ def test_a_calibration_from_a_samples_file_needs_no_gpu(exact):
     assert (got.key, got.num_sms, got.samples, got.source) == (KEY, NUM_SMS, 240, "measured")
     assert got.versions == TASK.versions
     assert got.origin == Origin(TASK.seed, 240, TASK.pool_tokens, DAY)
-    assert got.rates == samples.read(exact).rates
+    assert got.rates == samples.read(exact).header.rates
     assert max(got.errors.values()) < 0.005
     assert got.costs == CostModel.from_rates(got.rates, HEADS)
 

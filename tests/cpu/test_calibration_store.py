@@ -2,7 +2,6 @@
 
 import functools
 import os
-import shutil
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -13,11 +12,10 @@ import pytest
 
 from sgl_prefix_attn.calibrate import fit, procedure
 from sgl_prefix_attn.calibrate.writing import save
-from sgl_prefix_attn.plan.costs import GPU_RATES, GpuRates
-from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS
+from sgl_prefix_attn.plan.costs import GPU_RATES
+from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS, starts
 from sgl_prefix_attn.predict import store
 from sgl_prefix_attn.predict.codec import CalibrationError, decode, encode
-from sgl_prefix_attn.predict.derived import named_starts
 from sgl_prefix_attn.predict.record import Origin
 from sgl_prefix_attn.predict.store import Folders, file_name, find, load
 from sgl_prefix_attn.records import HeadConfig
@@ -63,12 +61,11 @@ def changed(path: str, value):
 
 
 REFUSED = {
-    "format": (changed("format", 1), "format 1"),
+    "format": (changed("format", 2), "format 2, this version reads 3"),
     "no format": (changed("format", ...), "format None"),
     "truncated": (encode(calibration())[:-40], "truncated"),
     "no object": (b"[1]", "object"),
     "foreign": (b'{"format": 3, "name": "x"}', "missing required field `key`"),
-    "foreign format 2": (b'{"format": 2, "name": "x"}', "no file of version 0.1.2: .*versions"),
     "pickle": (b"\x80\x04N.", "JSON is malformed"),
     "no UTF-8": (b'{"\xff": 1}', "utf-8"),
     "rate": (changed("rates.bandwidth", -1.0), "bandwidth"),
@@ -234,37 +231,13 @@ def test_then_a_shipped_file_of_any_versions(folders):
     assert "a.json (100 batches of seed 3 on 2026-11-20); " + OTHERS in found.message
 
 
-FILE_OF_0_1_2 = next((Path(__file__).parents[1] / "data").glob("NVIDIA-H200_*.json"))
-KEY_OF_0_1_2 = replace(KEY, gpu="NVIDIA H200", heads=HeadConfig(32, 8, 128))
-
-
-def test_a_cache_file_of_version_0_1_2_is_used(folders):
-    """Under the name that it got there, a digest of versions at its end."""
-    shutil.copy(FILE_OF_0_1_2, folders.cache)
-    written = msgspec.json.decode(FILE_OF_0_1_2.read_bytes())
-    versions = {name: written["versions"][name] for name in store.versions()}
-    found = find(KEY_OF_0_1_2, NUM_SMS, versions, folders)
-    got = found.calibration
-    assert (got.source, got.key, found.warning) == ("measured", KEY_OF_0_1_2, False)
-    assert FILE_OF_0_1_2.name in found.message
-    assert got.stock == written["stock"]["coefficients"]
-    assert got.prefix == written["prefix"]["coefficients"] | {"both": 0.0}, "unknown to it"
-    assert (got.rates, got.samples) == (GpuRates(**written["rates"]), 1200)
-    assert got.errors == {}, "they were of predictions with the correction"
-    assert decode(encode(got)) == got
-    again = find(KEY_OF_0_1_2, NUM_SMS, versions | {"torch": "2.12.0"}, folders)
-    assert again.warning and "torch 2.11.0, not 2.12.0" in again.message
-
-
 def test_a_file_of_an_earlier_version_is_named_with_what_to_do(folders):
-    data = FILE_OF_0_1_2.read_bytes().replace(
-        b'"sgl-prefix-attn":"0.1.2"', b'"sgl-prefix-attn":"0"'
-    )
-    path = folders.cache / FILE_OF_0_1_2.name
-    path.write_bytes(data)
-    found = find(KEY_OF_0_1_2, NUM_SMS, VERSIONS, folders)
+    """Under the name that it got there, a digest of versions at its end."""
+    path = folders.cache / file_name(KEY).replace("kernels1", "62ecf6f3")
+    path.write_bytes(changed("format", 2))
+    found = find(KEY, NUM_SMS, VERSIONS, folders)
     assert found.calibration.source == "conservative" and found.warning
-    assert f"refused {path}: format 2 is read of version 0.1.2 only" in found.message
+    assert f"refused {path}: format 2, this version reads 3" in found.message
     assert "sgl-prefix-attn calibrate --model" in found.message
 
 
@@ -314,7 +287,7 @@ def test_conservative_without_any_file(tmp_path):
     key = replace(KEY, gpu="NVIDIA B300")
     got = find(key, 148, VERSIONS, Folders(tmp_path / "a", tmp_path / "b")).calibration
     assert got.source == "conservative" and got.rates == GPU_RATES["other"]
-    assert got.prefix == named_starts(PREFIX_COEFFICIENTS)
+    assert got.prefix == starts(PREFIX_COEFFICIENTS)
     assert decode(encode(got)) == got
 
 
@@ -365,11 +338,11 @@ def test_a_shipped_file_is_the_fit_of_its_samples_in_the_repository(path):
     gpu = next(name for name in ("h100", "h200") if name.upper() in found.key.gpu)
     heads = f"{found.key.heads.num_qo_heads}-{found.key.heads.num_kv_heads}"
     given = procedure.read_measured(RESULTS / f"calibration_{gpu}_{heads}.samples.jsonl")
-    task = given.task
-    assert found.origin == Origin(task.seed, task.count, task.pool_tokens, given.date)
+    task, began = given.header.task, given.header.date
+    assert found.origin == Origin(task.seed, task.count, task.pool_tokens, began)
     assert found.source == "measured"
     assert (found.key, found.num_sms, found.versions) == (task.key, task.num_sms, task.versions)
-    assert (found.rates, found.samples) == (given.rates, len(given.batches))
+    assert (found.rates, found.samples) == (given.header.rates, len(given.batches))
     for model, coefficients, works, us in (
         (fit.STOCK_MODEL, found.stock, given.stock_works, given.stock_us),
         (fit.PREFIX_MODEL, found.prefix, given.prefix_works, given.prefix_us),

@@ -21,10 +21,9 @@ from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.paths.tree_reader import RunningBatch
 from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.plan.costs import GpuRates
-from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS
+from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS, starts
 from sgl_prefix_attn.plan.tile_defaults import gpu_tile_set
 from sgl_prefix_attn.predict import store
-from sgl_prefix_attn.predict.derived import named_starts
 from sgl_prefix_attn.predict.predictor import Predictor
 from sgl_prefix_attn.predict.record import Calibration, CalibrationKey, Origin
 from sgl_prefix_attn.predict.stock_time import STOCK_COEFFICIENTS
@@ -41,8 +40,8 @@ KEY = CalibrationKey(GPU, HeadConfig(32, 8, 128), "bfloat16", 1)
 def calibration(**changes) -> Calibration:
     """Coefficients of the right size, nothing fitted; a plan's launches cost 2 us more than
     FlashInfer's."""
-    stock = named_starts(STOCK_COEFFICIENTS)
-    prefix = named_starts(PREFIX_COEFFICIENTS) | {"launch": stock["launch"] + 2}
+    stock = starts(STOCK_COEFFICIENTS)
+    prefix = starts(PREFIX_COEFFICIENTS) | {"launch": stock["launch"] + 2}
     found = calibrations.calibration(KEY, store.versions(), SMS)
     fields = {
         "rates": GpuRates(bandwidth=2.9e6, mma=3e8, item=1.0, ctas=264, launch=9.0),

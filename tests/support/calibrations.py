@@ -9,8 +9,7 @@ import numpy as np
 from sgl_prefix_attn.calibrate import procedure
 from sgl_prefix_attn.plan import CostModel
 from sgl_prefix_attn.plan.costs import GPU_RATES
-from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS, prefix_physical
-from sgl_prefix_attn.predict.derived import named_starts
+from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS, prefix_physical, starts
 from sgl_prefix_attn.predict.record import Calibration, CalibrationKey, Origin
 from sgl_prefix_attn.predict.stock_time import STOCK_COEFFICIENTS, stock_physical, stock_work
 from sgl_prefix_attn.records import HeadConfig
@@ -32,8 +31,8 @@ def calibration(key=KEY, versions=VERSIONS, num_sms=NUM_SMS, source="measured") 
         versions=dict(versions),
         num_sms=num_sms,
         rates=GPU_RATES["A100"],
-        stock=named_starts(STOCK_COEFFICIENTS) | {"split": 0.1 / 3},
-        prefix=named_starts(PREFIX_COEFFICIENTS) | {"merge": 0.2 / 3},
+        stock=starts(STOCK_COEFFICIENTS) | {"split": 0.1 / 3},
+        prefix=starts(PREFIX_COEFFICIENTS) | {"merge": 0.2 / 3},
         samples=100,
         errors={"stock": 0.1 / 3, "prefix": 0.05},
         origin=ORIGIN,
