@@ -51,7 +51,5 @@ def render(checks: list[Check], console: Console) -> None:
     for check in checks:
         if check.fix:
             console.print(Text(f"{check.status}: {check.name}: {check.fix}", _STYLE[check.status]))
-    if works(checks):
-        console.print("--attention-backend prefix can work here.", style=_STYLE[OK])
-    else:
-        console.print("--attention-backend prefix cannot work here.", style=_STYLE[FAIL])
+    can, style = ("can", _STYLE[OK]) if works(checks) else ("cannot", _STYLE[FAIL])
+    console.print(f"--attention-backend prefix {can} work here.", style=style)

@@ -76,17 +76,10 @@ def check_sglang_version(facts: Facts) -> Verdict:
     found = match(installed)
     if found is None:
         return FAIL, f"{installed} is not supported; supported: {supported}", install
-    if not found.tried:
-        detail = (
-            f"{installed} was not tried; it is served as {found.release.version} where all fits"
-        )
-        return WARN, detail, install
-    return OK, f"{installed} (supported: {supported})"
-
-
-def check_trees(facts: Facts) -> Verdict:
-    """Which prefix caches of this SGLang can be read."""
-    return OK, " ".join(facts.trees)
+    if found.tried:
+        return OK, f"{installed} (supported: {supported})"
+    detail = f"{installed} was not tried; it is served as {found.release.version} where all fits"
+    return WARN, detail, install
 
 
 def check_entry_point(facts: Facts) -> Verdict:
@@ -108,8 +101,7 @@ def check_plugin_filters(facts: Facts) -> Verdict:
     """SGLANG_PLUGINS is a white list of entry points; SGLANG_PLATFORM drops other platforms."""
     needed = [PLUGIN, PLATFORM] if on_cpu_platform(facts) else [PLUGIN]
     allowed = {part.strip() for part in facts.env.get("SGLANG_PLUGINS", "").split(",")} - {""}
-    missing = ", ".join(entry for entry in needed if allowed and entry not in allowed)
-    if missing:
+    if missing := ", ".join(entry for entry in needed if allowed and entry not in allowed):
         fix = f"add {missing} to SGLANG_PLUGINS, or unset it"
         return FAIL, f"SGLANG_PLUGINS leaves out {missing}", fix
     selected = facts.env.get("SGLANG_PLATFORM", "")
@@ -139,8 +131,7 @@ def check_hooks(facts: Facts) -> Iterator[Check]:
         if hook.module in CPU_HOOKS and not on_cpu_platform(facts):
             yield Check(name, OK, f"{hook.target}: only on the CPU platform")
         elif hook.error:
-            fix = f"install a supported SGLang ({SUPPORTED})"
-            yield Check(name, FAIL, hook.error, fix)
+            yield Check(name, FAIL, hook.error, f"install a supported SGLang ({SUPPORTED})")
         else:
             yield Check(name, OK, f"{hook.target}: {hook.why}")
 
@@ -159,16 +150,6 @@ def check_device(facts: Facts) -> Verdict:
         return OK, f"no GPU; the CPU platform is opted in ({CPU_ENV}=1)"
     fix = f"on a machine with a GPU fix its driver; without one set {CPU_ENV}=1 to serve on the CPU"
     return FAIL, "torch sees no GPU and the CPU platform is not opted in", fix
-
-
-def check_models(facts: Facts) -> Verdict:
-    """Other models are served too, by stock attention."""
-    return OK, f"{facts.models}; others run stock attention"
-
-
-def check_prefill(facts: Facts) -> Verdict:
-    """Prefill stays with SGLang, unless the command line names a backend for it."""
-    return OK, "what SGLang chooses for this GPU and model, or --prefill-attention-backend"
 
 
 def check_compiler(facts: Facts) -> Verdict:
@@ -209,18 +190,19 @@ def check_calibration(facts: Facts) -> Verdict:
 
 def run_checks(facts: Facts) -> list[Check]:
     """All checks, in the order of the report."""
+    prefill = "what SGLang chooses for this GPU and model, or --prefill-attention-backend"
     return [
         Check("python", *check_python(facts)),
         *check_packages(facts),
         Check("sglang version", *check_sglang_version(facts)),
-        Check("radix tree", *check_trees(facts)),
+        Check("radix tree", OK, " ".join(facts.trees)),
         Check("plugin entry point", *check_entry_point(facts)),
         Check("plugin filters", *check_plugin_filters(facts)),
         Check("settings", *check_settings(facts)),
         *check_hooks(facts),
         Check("device", *check_device(facts)),
-        Check("models", *check_models(facts)),
-        Check("prefill", *check_prefill(facts)),
+        Check("models", OK, f"{facts.models}; others run stock attention"),
+        Check("prefill", OK, prefill),
         Check("C compiler", *check_compiler(facts)),
         Check("kernels", *check_kernels(facts)),
         Check("calibration", *check_calibration(facts)),

@@ -10,10 +10,12 @@ from typing import NamedTuple
 
 from sgl_prefix_attn.plugin import hooks
 from sgl_prefix_attn.plugin import versions as releases
+from sgl_prefix_attn.records import HeadConfig
 
 PACKAGES = ("sgl-prefix-attn", "sglang", "torch", "triton", "flashinfer-python", "numba", "numpy")
 PLUGIN = "prefix_attn"  # our entry point in SGLang's group
 _PREFIXES = ("SGLANG_", "SGL_PREFIX_ATTN_")
+_HEADS = HeadConfig(32, 8, 128)  # of the bfloat16 model whose kernels and calibration are looked up
 
 
 class EntryPoint(NamedTuple):
@@ -152,33 +154,29 @@ def _models(gpu: str) -> str:
 
 
 def _calibration() -> tuple[str, str, bool]:
-    """Message, source and whether it is a warning, for bfloat16 and 32/8 heads of 128; source ""
-    says that looking failed."""
+    """Message, source and whether it is a warning; source "" says that looking failed."""
     try:
         import torch
 
         from sgl_prefix_attn.predict import startup, store
-        from sgl_prefix_attn.records import HeadConfig
 
-        key = startup.gpu_key(torch.device("cuda", 0), HeadConfig(32, 8, 128), torch.bfloat16, 1)
+        key = startup.gpu_key(torch.device("cuda", 0), _HEADS, torch.bfloat16, 1)
         found = store.find(key, torch.cuda.get_device_properties(0).multi_processor_count)
     except Exception as error:
-        return f"{type(error).__name__}: {error}", "", True
+        return _text(error), "", True
     return found.message, found.calibration.source, found.warning
 
 
 def _no_row_tiles() -> str | None:
-    """A label, for bfloat16 and 32/8 heads of 128; what was raised where looking failed."""
+    """A label; what was raised where looking failed."""
     try:
         import torch
 
         from sgl_prefix_attn.execute.backends.choice import why_no_row_tiles
-        from sgl_prefix_attn.records import HeadConfig
 
-        heads = HeadConfig(32, 8, 128)
-        return why_no_row_tiles(torch.device("cuda", 0), heads, torch.bfloat16)
+        return why_no_row_tiles(torch.device("cuda", 0), _HEADS, torch.bfloat16)
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return _text(error)
 
 
 def _hook(module: str) -> Hook:
@@ -186,5 +184,9 @@ def _hook(module: str) -> Hook:
     try:
         patch = hooks.load(module)
     except Exception as error:  # what it imports may be broken
-        return Hook(module, "", "", f"{type(error).__name__}: {error}")
+        return Hook(module, "", "", _text(error))
     return Hook(module, patch.TARGET, patch.WHY, hooks.difference(module))
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
