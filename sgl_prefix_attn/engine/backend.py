@@ -92,7 +92,7 @@ class PrefixAttnBackend(AttentionBackend):
         self._steps = StepPreparer(
             settings,
             planner,
-            lambda plan: self._executor.capacity.covers(plan),
+            lambda plan: self._executor.capacity.check(plan),
             counters,
             predictor=predictor,
             graph_problem=self.variants.problem,

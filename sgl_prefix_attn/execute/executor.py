@@ -8,7 +8,7 @@ import torch
 from sgl_prefix_attn.execute.backends.kernel_backend import KernelBackend
 from sgl_prefix_attn.execute.params import Capacity, LayerParams
 from sgl_prefix_attn.kernels import layout
-from sgl_prefix_attn.records import PlanTooLarge, StepPlan
+from sgl_prefix_attn.records import StepPlan
 
 _UPLOAD_RING = 3  # with overlap scheduling an upload may still be queued when the next is written
 
@@ -38,11 +38,7 @@ class PlanExecutor:
         Raises PlanTooLarge, or ValueError for words of another layout than the kernels read; either
         leaves the current plan in place.
         """
-        if not self.capacity.covers(plan):
-            raise PlanTooLarge(
-                f"plan needs {plan.words.size} words, {plan.num_index_slots} index slots and "
-                f"{plan.num_partials} partial rows; the workspace has {self.capacity}"
-            )
+        self.capacity.check(plan)
         version = int(plan.words[layout.H_VERSION])
         if version != self.backend.layout_version:
             raise ValueError(

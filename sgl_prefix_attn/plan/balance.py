@@ -97,14 +97,8 @@ def _balance(parent, start, end, num_queries, tail_parent, price):
         node = tail_parent[row]
         if node >= 0:
             tail_above[row], tail_start[row] = below[node], begin[node]
-    return (
-        new_parent[:size].copy(),
-        new_start[:size].copy(),
-        new_end[:size].copy(),
-        new_queries[:size].copy(),
-        tail_above,
-        tail_start,
-    )
+    nodes = new_parent[:size], new_start[:size], new_end[:size], new_queries[:size]
+    return nodes + (tail_above, tail_start)
 
 
 @cached_njit

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from sgl_prefix_attn.kernels import layout
 from sgl_prefix_attn.plan.tiles import TileSet
-from sgl_prefix_attn.records import HeadConfig, StepPlan
+from sgl_prefix_attn.records import HeadConfig, PlanTooLarge, StepPlan
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,8 @@ class Capacity:
 
     def grown_to(self, need: Capacity) -> Capacity:
         """Return at least `need`, in powers of two so that growing stays rare."""
-        return Capacity(
-            *(
-                max(have, 1 << (want - 1).bit_length())
-                for have, want in zip(
-                    (self.words, self.index_slots, self.partials),
-                    (need.words, need.index_slots, need.partials),
-                    strict=True,
-                )
-            )
-        )
+        both = zip(astuple(self), astuple(need), strict=True)
+        return Capacity(*(max(have, 1 << (want - 1).bit_length()) for have, want in both))
 
     def covers(self, plan: StepPlan) -> bool:
         """Tell whether a workspace of this size holds the plan."""
@@ -75,6 +67,14 @@ class Capacity:
             and plan.num_index_slots <= self.index_slots
             and plan.num_partials <= self.partials
         )
+
+    def check(self, plan: StepPlan) -> None:
+        """Raise PlanTooLarge unless a workspace of this size holds the plan."""
+        if not self.covers(plan):
+            raise PlanTooLarge(
+                f"the plan needs {plan.words.size} words, {plan.num_index_slots} index slots and "
+                f"{plan.num_partials} partial rows; the workspace has {self}"
+            )
 
 
 # Where the workspace grows with the plans.

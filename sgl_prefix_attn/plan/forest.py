@@ -74,12 +74,5 @@ def _build(parent, length, leaf):
         if node >= 0:
             tail_parent[row] = kept[node]
             tail_start[row] = end[kept[node]]
-    return (
-        out_parent[:size].copy(),
-        start[:size].copy(),
-        end[:size].copy(),
-        queries[:size].copy(),
-        tail_parent,
-        tail_start,
-        path_len,
-    )
+    nodes = out_parent[:size], start[:size], end[:size], queries[:size]
+    return nodes + (tail_parent, tail_start, path_len)

@@ -37,14 +37,13 @@ STOCK_COEFFICIENTS = (
 
 @dataclass(frozen=True)
 class StockWork:
-    """tokens: KV tokens that the batch reads; unique: each shared one counted once; longest: of
-    one request; pieces: CTAs per KV head; chain: KV tokens of one head on the busiest CTA, in whole
-    tiles, fixed costs included."""
+    """tokens: KV tokens that the batch reads; unique: each shared one counted once; pieces: CTAs
+    per KV head; chain: KV tokens of one head on the busiest CTA, in whole tiles, fixed costs
+    included."""
 
     batch_size: int
     tokens: int
     unique: int
-    longest: int
     pieces: int
     chain: float
 
@@ -58,7 +57,6 @@ def stock_work(seq_lens: np.ndarray, unique: int, num_sms: int, num_kv_heads: in
         batch_size=lens.size,
         tokens=int(lens.sum()),
         unique=unique,
-        longest=int(lens.max()),
         pieces=pieces.size,
         chain=run_queue(cost, num_kv_heads, np.zeros(CTAS * num_sms)),
     )
@@ -91,13 +89,4 @@ def _pieces(lens, slots):
             low = middle + 1
         else:
             high = middle
-    count = 0
-    for n in lens:
-        count += (n + low - 1) // low
-    pieces = np.empty(count, np.float64)
-    i = 0
-    for n in lens:
-        for start in range(0, n, low):
-            pieces[i] = min(low, n - start)
-            i += 1
-    return pieces
+    return np.array([float(min(low, n - start)) for n in lens for start in range(0, n, low)])

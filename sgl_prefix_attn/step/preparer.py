@@ -45,7 +45,7 @@ class StepPreparer:
     """Decides and plans decode steps; owns the plan's lifetime and the counters.
 
     planner       None where no step of the model can run prefix kernels
-    fits          whether the executor's workspace holds a plan
+    check_size    raises PlanTooLarge for a plan that the executor's workspace does not hold
     predictor     times of both kernels, or None: then prefix kernels run wherever they can
     graph_problem why a batch of so many requests has no prefix graph, or None
     padded_size   rows of the graph that a batch of so many requests replays
@@ -57,7 +57,7 @@ class StepPreparer:
         self,
         settings: Settings,
         planner: StepPlanner | None,
-        fits: Callable[[StepPlan], bool],
+        check_size: Callable[[StepPlan], None],
         counters: StepCounters,
         *,
         predictor: TimePredictor | None = None,
@@ -72,7 +72,7 @@ class StepPreparer:
         self.lifetime = PlanLifetime()
         self._count = StepCount(counters)
         self._planner: Any = planner
-        self._fits = fits
+        self._check_size = check_size
         self._predictor = predictor
         self._graph_problem = graph_problem
         self._padded_size = padded_size
@@ -185,11 +185,8 @@ class StepPreparer:
         )
         plan, is_prefix = done.plan, done.decision.variant == PREFIX
         self._counters.plan(cause, plan.stats)
-        if is_prefix and not self._fits(plan):
-            raise PlanTooLarge(
-                f"{plan.words.size} words, {plan.num_index_slots} index slots and "
-                f"{plan.num_partials} partial rows do not fit the workspace"
-            )
+        if is_prefix:
+            self._check_size(plan)
         # A decision for stock kernels stands until the batch changes or has grown by the headroom.
         appends_left = plan.appends_left if is_prefix else self.settings.headroom
         self.lifetime.planned(batch, reader, appends_left)

@@ -162,7 +162,7 @@ def test_ranks_talk_only_when_the_batch_was_looked_at(world):
 
 def test_a_plan_that_does_not_fit_is_a_stock_step_on_every_rank(world):
     small = Capacity(words=10_000, index_slots=16, partials=100)
-    steps = preparer(fits=small.covers)
+    steps = preparer(capacity=small)
     assert run(steps, world, 1).decision == Decision("stock", "plan_too_large")
     assert set(steps.counters.plan_seconds) == {"failed"}
 

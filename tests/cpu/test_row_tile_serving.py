@@ -45,7 +45,7 @@ class Server:
         self.steps = StepPreparer(
             Settings(policy=policy, headroom=HEADROOM),
             self.planner,
-            self.capacity.covers,
+            self.capacity.check,
             StepCounters(),
             predictor=predictor,
         )

@@ -2,6 +2,7 @@
 
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.plan import Planner
+from sgl_prefix_attn.plan.capacity import UNLIMITED
 from sgl_prefix_attn.plan.tile_defaults import default_tile_set
 from sgl_prefix_attn.predict.startup import default_costs
 from sgl_prefix_attn.records import HeadConfig
@@ -24,12 +25,12 @@ def planner(headroom=64):
 
 
 def preparer(
-    settings=DEFAULTS, plan_with=None, fits=lambda plan: True, counters=None, **options
+    settings=DEFAULTS, plan_with=None, capacity=UNLIMITED, counters=None, **options
 ) -> StepPreparer:
     return StepPreparer(
         settings,
         plan_with or planner(settings.headroom),
-        fits,
+        capacity.check,
         StepCounters() if counters is None else counters,
         **options,
     )
