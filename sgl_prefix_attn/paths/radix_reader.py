@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from sgl_prefix_attn.paths.request_fields import RequestReader, fields_of, node_of
+from sgl_prefix_attn.paths.request_fields import RequestReader, node_of, record_of
 from sgl_prefix_attn.paths.tree_reader import RequestPath, RunningBatch
 from sgl_prefix_attn.records import PathTable
 
@@ -50,11 +50,10 @@ class RadixReader(RequestReader):
         return PathTable.of(parent, length, leaf, batch.seq_lens, node_id)
 
     def request_path(self, tree_cache, req) -> RequestPath:
-        nodes = []
-        fields = fields_of(req)
+        nodes, record = [], record_of(req)
         node = self.tree_node(tree_cache, req)
-        protected_len = 0 if node is None else fields.protected_len(req)
+        protected_len = 0 if node is None else record.cache_protected_len
         while node is not None and node.parent is not None:
             nodes.append((node.id, torch.as_tensor(self.slots_of(node))))
             node = node.parent
-        return RequestPath(nodes[::-1], protected_len, fields.row(req))
+        return RequestPath(nodes[::-1], protected_len, record.req_pool_idx)

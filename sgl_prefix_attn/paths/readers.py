@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from sgl_prefix_attn.paths.chunk_reader import ChunkReader
 from sgl_prefix_attn.paths.radix_reader import RadixReader
 from sgl_prefix_attn.paths.tree_reader import TreeReader
@@ -24,40 +22,29 @@ _BY_PATH, _BY_NODE = UnifiedPathReader(), UnifiedNodeReader()
 
 def reader_of(tree_cache) -> TreeReader | None:
     """Return the reader of a cache, None where its paths cannot be read."""
-    name, tree_cache = _inner(tree_cache)
-    if name == _UNIFIED:
-        return None if _unified_problem(tree_cache) else _unified_reader(tree_cache)
-    return _READERS.get(name)
+    return _reader_or_problem(tree_cache)[0]
 
 
 def unsupported_tree(tree_cache) -> str | None:
     """Say why the paths of this cache cannot be read, or None."""
-    name, tree_cache = _inner(tree_cache)
-    if name == _UNIFIED:
-        return _unified_problem(tree_cache)
-    return None if name in _READERS else f"tree:{name[1]}"
+    reader, problem = _reader_or_problem(tree_cache)
+    return None if reader else f"tree:{problem}"
 
 
-def _inner(tree_cache) -> tuple[tuple[str, str], Any]:
-    """Module and name of the class that keeps the tree, and the cache itself."""
-    name = type(tree_cache).__module__, type(tree_cache).__name__
-    return _inner(tree_cache.inner) if name == _SESSIONS else (name, tree_cache)
-
-
-def _unified_problem(tree_cache) -> str | None:
+def _reader_or_problem(cache) -> tuple[TreeReader | None, str]:
+    name = type(cache).__module__, type(cache).__name__
+    if name == _SESSIONS:
+        return _reader_or_problem(cache.inner)
+    if name != _UNIFIED:
+        return _READERS.get(name), name[1]
     # Sliding windows and state-space models keep slots of their own in the tree.
-    if tree_cache.tree_components != (0,):  # full attention alone
-        return "tree:components"
-    if tree_cache.cache_controller is not None:
-        return "tree:hicache"
-    if getattr(tree_cache, "linker", None) is not None:
-        return "tree:linker"
-    core = type(tree_cache.tree_core).__name__
-    return None if _unified_reader(tree_cache) else f"tree:{core}"
-
-
-def _unified_reader(tree_cache) -> TreeReader | None:
-    core = tree_cache.tree_core
-    if type(core).__name__ == "UnifiedTreeCore":  # in Python: its nodes are read in half the time
-        return _BY_NODE
-    return _BY_PATH if hasattr(core, "collect_path_info") else None
+    if cache.tree_components != (0,):  # full attention alone
+        return None, "components"
+    if cache.cache_controller is not None:
+        return None, "hicache"
+    if getattr(cache, "linker", None) is not None:
+        return None, "linker"
+    core = type(cache.tree_core).__name__
+    if core == "UnifiedTreeCore":  # in Python: its nodes are read in half the time
+        return _BY_NODE, core
+    return _BY_PATH if hasattr(cache.tree_core, "collect_path_info") else None, core

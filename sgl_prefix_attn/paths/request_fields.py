@@ -2,23 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from operator import attrgetter
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from sgl_prefix_attn.paths.tree_reader import KvMapping
-
-
-class RequestFields(NamedTuple):
-    """protected_len: KV tokens that the request holds on its path. row: of req_to_token."""
-
-    protected_len: Callable
-    row: Callable
-
-
-_ON_REQUEST = RequestFields(attrgetter("cache_protected_len"), attrgetter("req_pool_idx"))
-_IN_RECORD = RequestFields(attrgetter("kv.cache_protected_len"), attrgetter("kv.req_pool_idx"))
-
 
 _SESSION_NODE = "_VirtualNode"  # a class of sglang.srt.session.streaming_session
 
@@ -30,22 +16,23 @@ def node_of(req):
     return None if type(node).__name__ == _SESSION_NODE else node
 
 
-def fields_of(req) -> RequestFields:
-    return _ON_REQUEST if hasattr(req, "cache_protected_len") else _IN_RECORD
+def record_of(req):
+    """Return what has the request's cache_protected_len, KV tokens that it holds on its path, and
+    req_pool_idx, its row of req_to_token."""
+    return req if hasattr(req, "cache_protected_len") else req.kv
 
 
 class RequestReader:
     """What a TreeReader reads alike of every cache: its requests and the count of remaps."""
 
     def mapping(self, reqs: Sequence) -> KvMapping:
-        if not reqs:
-            return KvMapping([], [], [])
-        protected_len = fields_of(reqs[0]).protected_len
-        return KvMapping(
-            [req.last_node for req in reqs],
-            [(protected_len(req), req.retraction_count) for req in reqs],
-            [req.kv for req in reqs],
-        )
+        allocations = [req.kv for req in reqs]
+        records = reqs if reqs and record_of(reqs[0]) is reqs[0] else allocations
+        held = [
+            (record.cache_protected_len, req.retraction_count)
+            for record, req in zip(records, reqs, strict=True)
+        ]
+        return KvMapping([req.last_node for req in reqs], held, allocations)
 
     def remaps(self, tree_cache) -> int | None:
         return getattr(tree_cache, "prefix_attn_remaps", None)

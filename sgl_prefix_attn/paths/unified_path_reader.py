@@ -11,12 +11,8 @@ from typing import Any
 import numpy as np
 from msgspec.structs import astuple
 
-from sgl_prefix_attn.paths.request_fields import RequestReader, fields_of
-from sgl_prefix_attn.paths.tree_reader import (
-    RequestPath,
-    RunningBatch,
-    TreeInvariantError,
-)
+from sgl_prefix_attn.paths.request_fields import RequestReader, record_of
+from sgl_prefix_attn.paths.tree_reader import RequestPath, RunningBatch, TreeInvariantError
 from sgl_prefix_attn.records import PathTable
 
 _FIELDS = 5  # of a node that are read; later releases have more
@@ -58,13 +54,13 @@ class UnifiedPathReader(RequestReader):
         return PathTable.of(parent, length, leaf, batch.seq_lens, ids)
 
     def request_path(self, tree_cache, req) -> RequestPath:
-        fields, end = fields_of(req), req.last_node
+        record, end = record_of(req), req.last_node
         if type(end) is not int:
-            return RequestPath([], 0, fields.row(req))
+            return RequestPath([], 0, record.req_pool_idx)
         (path,) = _paths(tree_cache.tree_core, [end])
         slots: Any = tree_cache.path_device_indices(end) if path else None
         nodes = [(node, slots[start:stop]) for node, _, start, stop, *_ in path]
-        return RequestPath(nodes, fields.protected_len(req), fields.row(req))
+        return RequestPath(nodes, record.cache_protected_len, record.req_pool_idx)
 
 
 def _raise_for_slots(nodes: Iterable[tuple]) -> None:

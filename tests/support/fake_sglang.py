@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import torch
 
-from sgl_prefix_attn.paths.request_fields import fields_of
+from sgl_prefix_attn.paths.request_fields import record_of
 from sgl_prefix_attn.paths.tree_reader import RunningBatch
 
 
@@ -156,7 +156,9 @@ class World:
         return req
 
     def seq_lens(self, grown=1) -> np.ndarray:
-        return np.array([fields_of(r).protected_len(r) + grown for r in self.reqs], dtype=np.int64)
+        return np.array(
+            [record_of(r).cache_protected_len + grown for r in self.reqs], dtype=np.int64
+        )
 
     def nodes(self) -> dict[int, Node]:
         """Every node of the tree by its id."""
