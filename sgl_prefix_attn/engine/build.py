@@ -24,9 +24,9 @@ from sgl_prefix_attn.predict.predictor import Predictor, RowTilePredictor
 from sgl_prefix_attn.predict.record import Calibration
 from sgl_prefix_attn.predict.row_tile_rates import row_tile_rates
 from sgl_prefix_attn.predict.startup import agreed, default_costs, gpu_key
-from sgl_prefix_attn.records import HeadConfig, PathTable
+from sgl_prefix_attn.records import HeadConfig, PathTable, StepPlan
 from sgl_prefix_attn.settings import PREFIX, Settings
-from sgl_prefix_attn.step.evaluate import AnyPlan, StepPlanner, TimePredictor
+from sgl_prefix_attn.step.evaluate import StepPlanner, TimePredictor
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +163,6 @@ def _calibration(runner, heads: HeadConfig) -> Calibration | None:
     return agreed(key, default_tile_set(device, heads).num_sms, cpu_group())
 
 
-def padding_plan(planner: StepPlanner[AnyPlan]) -> AnyPlan:
+def padding_plan(planner: StepPlanner) -> StepPlan:
     """Plan a batch without requests: a captured graph runs it without reading any KV."""
     return planner.plan_forest(build_forest(PathTable.of([], [], [], [])))

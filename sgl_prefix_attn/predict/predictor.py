@@ -3,24 +3,26 @@ family of kernels, because it knows the plans of its family."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from sgl_prefix_attn.plan.estimate import prefix_physical
-from sgl_prefix_attn.plan.row_tile_words import RowTilePlan
 from sgl_prefix_attn.predict.record import Calibration
 from sgl_prefix_attn.predict.row_tile_rates import row_tile_source
 from sgl_prefix_attn.predict.stock_time import stock_physical, stock_work
-from sgl_prefix_attn.records import Plan
 
 
-class _StockPredictor:
-    """Predicts stock kernels, which are the same beside any family; microseconds per layer."""
+class Predictor:
+    """Predicts stock kernels, which are the same beside any family, and plans of packs; a pure
+    function of one calibration. Microseconds per layer."""
 
-    def __init__(self, calibration: Calibration, source: str):
-        self.source = source
+    def __init__(self, calibration: Calibration):
+        self.source: str = calibration.source
         self._costs = calibration.costs
         self._num_sms = calibration.num_sms
         self._stock = tuple(calibration.stock.values())
+        self._prefix = tuple(calibration.prefix.values())
         # Compile the loops now (some seconds): not in the first decode step of a server.
         self.stock(np.ones(1, np.int64), 1)
 
@@ -30,25 +32,17 @@ class _StockPredictor:
         work = stock_work(seq_lens, unique, self._num_sms, self._costs.num_kv_heads)
         return stock_physical(self._stock, work, self._costs)
 
-
-class Predictor(_StockPredictor):
-    """Predicts either kernel beside plans of packs; a pure function of one calibration."""
-
-    def __init__(self, calibration: Calibration):
-        super().__init__(calibration, calibration.source)
-        self._prefix = tuple(calibration.prefix.values())
-
-    def prefix(self, plan: Plan) -> float:
+    def prefix(self, plan: Any) -> float:
         """Predict the time of a plan."""
         return prefix_physical(self._prefix, plan.work, self._costs)
 
 
-class RowTilePredictor(_StockPredictor):
-    """Predicts stock kernels beside row tiles, which their planner predicts itself."""
+class RowTilePredictor(Predictor):
+    """Predicts stock kernels beside row tiles, whose planner predicts its plans itself."""
 
     def __init__(self, calibration: Calibration):
-        super().__init__(calibration, row_tile_source(calibration))
+        super().__init__(calibration)
+        self.source = row_tile_source(calibration)
 
-    def prefix(self, plan: RowTilePlan) -> float:
-        """Return what the planner predicted of its plan."""
+    def prefix(self, plan: Any) -> float:
         return plan.predicted_us

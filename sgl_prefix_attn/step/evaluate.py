@@ -5,23 +5,20 @@ The server, the policy's evaluation and `explain` call the same one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from sgl_prefix_attn.plan.forest import build_forest
-from sgl_prefix_attn.records import PREFIX, Decision, Forest, PathTable, Prediction, StepPlan
+from sgl_prefix_attn.records import PREFIX, Decision, Forest, PathTable, Prediction
 from sgl_prefix_attn.step.policy import BatchFacts, decide
 
-AnyPlan = TypeVar("AnyPlan", bound=StepPlan)
-MadePlan = TypeVar("MadePlan", bound=StepPlan, covariant=True)
 
+class StepPlanner(Protocol):
+    """What the planners of all families of kernels offer: StepPlans, each of its family's class."""
 
-class StepPlanner(Protocol[MadePlan]):
-    """What the planners of all families of kernels offer."""
-
-    def plan_forest(self, forest: Forest) -> MadePlan: ...
+    def plan_forest(self, forest: Forest) -> Any: ...
 
 
 class TimePredictor(Protocol):
@@ -36,22 +33,20 @@ class TimePredictor(Protocol):
     def prefix(self, plan: Any) -> float: ...
 
 
-@dataclass(frozen=True)
-class Evaluation(Generic[AnyPlan]):
-    """One batch: its shared nodes, the plan that was made for it, and which kernels run it."""
+class Evaluation(NamedTuple):
+    """One batch: the plan that was made for it, and which kernels run it."""
 
-    forest: Forest
-    plan: AnyPlan
+    plan: Any
     decision: Decision
 
 
 def evaluate(
     paths: PathTable,
     facts: BatchFacts,
-    planner: StepPlanner[AnyPlan],
+    planner: StepPlanner,
     predictor: TimePredictor | None = None,
     graph_rows: int = 0,
-) -> Evaluation[AnyPlan]:
+) -> Evaluation:
     """Build the forest, plan, predict both times and decide.
 
     facts       what is known of the batch besides its paths; times and sharing are filled in here
@@ -76,4 +71,4 @@ def evaluate(
             source=predictor.source,
             shares=forest.parent.size > 0,
         )
-    return Evaluation(forest, plan, decide(facts))
+    return Evaluation(plan, decide(facts))
