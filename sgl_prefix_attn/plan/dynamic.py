@@ -20,19 +20,13 @@ from sgl_prefix_attn.records import Forest, Packing
 
 def optimal_packing(forest: Forest, costs: CostModel) -> Packing:
     """Minimise the predicted time of all packs; see the module's text for what is exact."""
-    return Packing(*_solve(*_columns(forest), *_scalars(costs)))
-
-
-def _columns(forest: Forest):
-    return (
-        forest.parent, forest.start, forest.end, forest.num_queries,
-        forest.tail_parent, forest.tail_start, forest.seq_lens,
-    )  # fmt: skip
-
-
-def _scalars(costs: CostModel):
-    return (
-        costs.kv_token, costs.mma_row, costs.partial, costs.pack, costs.group_size, costs.row_step,
+    return Packing(
+        *_solve(
+            forest.parent, forest.start, forest.end, forest.num_queries,
+            forest.tail_parent, forest.tail_start, forest.seq_lens,
+            costs.kv_token, costs.mma_row, costs.partial, costs.pack, costs.group_size,
+            costs.row_step,
+        )
     )  # fmt: skip
 
 
@@ -59,24 +53,18 @@ def _solve(
 ):  # fmt: skip
     num_nodes, batch = parent.size, tail_parent.size
     # children of each node as CSR: ids below num_nodes are nodes, the others tails
+    above = np.concatenate((parent, tail_parent))
     offset = np.zeros(num_nodes + 1, np.int64)
-    for i in range(num_nodes):
-        if parent[i] >= 0:
-            offset[parent[i] + 1] += 1
-    for row in range(batch):
-        if tail_parent[row] >= 0:
-            offset[tail_parent[row] + 1] += 1
+    for node in above:
+        if node >= 0:
+            offset[node + 1] += 1
     offset = np.cumsum(offset)
     fill = offset[:-1].copy()
     children = np.empty(offset[-1], np.int64)
-    for i in range(num_nodes):
-        if parent[i] >= 0:
-            children[fill[parent[i]]] = i
-            fill[parent[i]] += 1
-    for row in range(batch):
-        if tail_parent[row] >= 0:
-            children[fill[tail_parent[row]]] = num_nodes + row
-            fill[tail_parent[row]] += 1
+    for child, node in enumerate(above):
+        if node >= 0:
+            children[fill[node]] = child
+            fill[node] += 1
 
     depth = np.zeros(num_nodes, np.int64)
     state = np.zeros(num_nodes + 1, np.int64)  # first state of each node
