@@ -127,17 +127,16 @@ class Variable:
         Raises ValueError that names variable, value and what is allowed.
         """
         text = environ.get(self.name, "").strip()
+        if not text:
+            return self.default
         try:
-            return self._parse(text) if text else self.default
+            if not isinstance(self.kind, int):
+                return self.kind[text]
+            if int(text) >= self.kind:
+                return int(text)
         except (ValueError, KeyError):
-            raise ValueError(f"{self.name}={text!r}: allowed is {self.allowed}") from None
-
-    def _parse(self, text: str) -> Any:
-        if not isinstance(self.kind, int):
-            return self.kind[text]
-        if int(text) < self.kind:
-            raise ValueError
-        return int(text)
+            pass
+        raise ValueError(f"{self.name}={text!r}: allowed is {self.allowed}")
 
     def text(self, value: Any) -> str:
         """Write a value as the environment has it."""
@@ -150,23 +149,14 @@ VARIABLES = tuple(Variable(f.name, f.default, **f.metadata) for f in fields(Sett
 def _bad_names(environ: Mapping[str, str]) -> list[str]:
     known = sorted(variable.name for variable in VARIABLES)
     unknown = sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
-    # SGLang itself adds such a twin to each that is set.
-    twins = [(name.replace("SGL_", "SGLANG_", 1), name) for name in known if name not in environ]
-    problems = [
-        f"{twin} is not read, set {name}: SGLang's advice to rename it is about its own"
-        for twin, name in twins
-        if twin in environ
-    ]
+    problems = []
     if unknown:
         names = f"{', '.join(unknown)}: known are {', '.join(known)}"
-        problems.insert(0, f"unknown environment variable {names}")
+        problems.append(f"unknown environment variable {names}")
+    for name in known:
+        twin = name.replace("SGL_", "SGLANG_", 1)
+        if twin in environ and name not in environ:  # SGLang itself adds a twin to each that is set
+            problems.append(
+                f"{twin} is not read, set {name}: SGLang's advice to rename it is about its own"
+            )
     return problems
-
-
-def markdown_table() -> str:
-    """Write the environment table of the docs."""
-    rows = ["| variable | values | default | meaning |", "| --- | --- | --- | --- |"]
-    for variable in VARIABLES:
-        allowed, default = variable.allowed.replace("|", "\\|"), variable.text(variable.default)
-        rows.append(f"| `{variable.name}` | {allowed} | `{default}` | {variable.doc} |")
-    return "\n".join(rows)
