@@ -155,22 +155,18 @@ def _slots(paths: PathTable, page_size: int, device) -> tuple[torch.Tensor, int]
     order = torch.randperm(int(pages.sum()), generator=generator, device=device)
     tokens = torch.arange(page_size, device=device)
     slots = (order[:, None] * page_size + tokens).flatten().to(torch.int32)
-    first = np.concatenate([[0], np.cumsum(pages * page_size)])
+    pieces = slots.split((pages * page_size).tolist())  # of nodes, then of each request's own
+    parts = [piece[:size] for piece, size in zip(pieces, sizes, strict=True)]
     table = torch.zeros(
         (paths.leaf.size, int(paths.seq_lens.max())), dtype=torch.int32, device=device
     )
-    for row in range(paths.leaf.size):
-        end = int(paths.seq_lens[row])
-        start = end - int(private[row])
-        part = first[paths.length.size + row]
-        table[row, start:end] = slots[part : part + end - start]
-        node = int(paths.leaf[row])
+    for row, node in enumerate(paths.leaf):
+        row_parts = [parts[paths.length.size + row]]
         while node >= 0:
-            length = int(paths.length[node])
-            table[row, start - length : start] = slots[first[node] : first[node] + length]
-            start -= length
-            node = int(paths.parent[node])
-    return table, int(first[-1])
+            row_parts.insert(0, parts[node])
+            node = paths.parent[node]
+        table[row, : paths.seq_lens[row]] = torch.cat(row_parts)
+    return table, slots.numel()
 
 
 def _compare(batch: Batch, stock: torch.Tensor, prefix: torch.Tensor) -> None:

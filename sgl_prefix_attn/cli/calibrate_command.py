@@ -1,7 +1,5 @@
 """`sgl-prefix-attn calibrate`: measure this GPU once, so that the server knows when to share."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile
@@ -93,7 +91,15 @@ def calibrate(args: argparse.Namespace, console: Console) -> None:
         count=args.batches,
         pool_tokens=pool_tokens(gpu.free_bytes, key),
     )
-    path = output_file(args.out, store.cache_folder(), store.file_name(key))
+    path = args.out
+    if path is None:
+        folder = store.cache_folder()
+        if folder is None:
+            raise Unusable(
+                "this user has no home folder, so there is no cache folder: set XDG_CACHE_HOME "
+                "here and for the server, or name a file with --out"
+            )
+        path = folder / store.file_name(key)
     samples_path = path.with_suffix(".samples.jsonl")
     try_writing(path, samples_path)
     console.print(f"{gpu.name}, {heads}, {args.dtype}, pages of {args.page_size}")
@@ -124,27 +130,15 @@ def find_gpu() -> Gpu:
     try:
         import flashinfer  # noqa: F401
     except ImportError as error:
-        fix = "pip install 'sgl-prefix-attn[sglang]'"
         raise Unusable(
-            f"FlashInfer, which is measured too, does not import ({error}): {fix}"
+            f"FlashInfer, which is measured too, does not import ({error}): "
+            "pip install 'sgl-prefix-attn[sglang]'"
         ) from error
     return Gpu(
         name=torch.cuda.get_device_name(0),
         num_sms=torch.cuda.get_device_properties(0).multi_processor_count,
         free_bytes=torch.cuda.mem_get_info(0)[0],
     )
-
-
-def output_file(out: Path | None, cache_folder: Path | None, name: str) -> Path:
-    """Return --out, or the file that a server looks for. Raises Unusable without either."""
-    if out is not None:
-        return out
-    if cache_folder is None:
-        raise Unusable(
-            "this user has no home folder, so there is no cache folder: set XDG_CACHE_HOME here "
-            "and for the server, or name a file with --out"
-        )
-    return cache_folder / name
 
 
 def try_writing(path: Path, samples_path: Path) -> None:
