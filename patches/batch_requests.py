@@ -1,7 +1,5 @@
 """Brings the batch's requests to the backend: a ForwardBatch alone does not have them."""
 
-from __future__ import annotations
-
 from sgl_prefix_attn.engine.runner_backend import find_backend
 
 TARGET = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"

@@ -1,7 +1,5 @@
 """Captures each decode batch size twice: SGLang's own stock graph, then one with prefix kernels."""
 
-from __future__ import annotations
-
 from sgl_prefix_attn.engine.runner_backend import find_backend
 
 TARGET = (

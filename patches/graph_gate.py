@@ -1,7 +1,5 @@
 """Sends decode steps that no captured graph holds to the eager path."""
 
-from __future__ import annotations
-
 from sgl_prefix_attn.engine.runner_backend import find_backend
 
 TARGET = (

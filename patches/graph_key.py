@@ -1,7 +1,5 @@
 """Keys the two decode graphs of a batch size apart, at capture and at replay."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from sgl_prefix_attn.engine.graph_variants import prefix_label

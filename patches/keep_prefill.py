@@ -1,7 +1,5 @@
 """Leaves prefill to the backend that SGLang chooses: `--attention-backend prefix` means decode."""
 
-from __future__ import annotations
-
 from sgl_prefix_attn.engine.start_checks import keep_default_prefill
 
 TARGET = "sglang.srt.server_args.ServerArgs.resolve_once"

@@ -4,8 +4,6 @@ Between two decode steps of the same requests nothing else does. So a step in wh
 not changed need not look at every request, which costs more than all other bookkeeping.
 """
 
-from __future__ import annotations
-
 TARGET = "sglang.srt.mem_cache.radix_cache.RadixCache.cache_unfinished_req"
 TYPE = "before"
 PARAMETERS = ("self", "req")

@@ -1,7 +1,5 @@
 """Refuses before the weights are loaded what the backend would refuse after."""
 
-from __future__ import annotations
-
 from sgl_prefix_attn.engine import start_checks
 
 TARGET = "sglang.srt.server_args.ServerArgs.check_server_args"

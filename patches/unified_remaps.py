@@ -1,7 +1,5 @@
 """Counts, as remaps.py does, for UnifiedRadixCache until SGLang 0.5.21."""
 
-from __future__ import annotations
-
 from sgl_prefix_attn.patches.remaps import PARAMETERS, TYPE, WHY, hook
 
 __all__ = ["PARAMETERS", "TARGET", "TYPE", "WHY", "hook"]

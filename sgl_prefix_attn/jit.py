@@ -1,7 +1,5 @@
 """The package's own njit: compiled code is kept on disk, where there is a folder for it."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Argument checks of the library API: each raises ValueError naming the argument and the row."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The library API: prefix-aware decode attention in plan/run manner, without SGLang."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 

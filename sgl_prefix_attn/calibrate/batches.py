@@ -3,8 +3,6 @@
 The same seed gives the same batches: calibration and held-out evaluation differ in nothing but it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

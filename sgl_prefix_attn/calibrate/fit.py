@@ -1,7 +1,5 @@
 """Fits the coefficients of both kernels' times to measured batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Times one layer of a decode batch on this GPU: SGLang's FlashInfer decode, and a plan of ours."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

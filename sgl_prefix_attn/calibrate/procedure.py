@@ -3,8 +3,6 @@
 Measuring needs a GPU and leaves a samples file; fitting needs that file alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What this GPU sustains, measured with plans that do one thing only."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

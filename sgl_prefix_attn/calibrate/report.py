@@ -1,7 +1,5 @@
 """What a calibration is worth, in words."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from sgl_prefix_attn.calibrate.fit import log_rms

@@ -1,7 +1,5 @@
 """Measured batches, one JSON line each behind a header, so that an interrupted run goes on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from datetime import date, datetime, timezone
 from pathlib import Path

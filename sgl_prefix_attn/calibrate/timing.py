@@ -1,7 +1,5 @@
 """Time per layer: CUDA-graph replay over several KV pools, median; plain calls on a CPU."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence

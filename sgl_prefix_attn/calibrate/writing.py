@@ -1,7 +1,5 @@
 """Files are written as a whole or not at all; errors name the file."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

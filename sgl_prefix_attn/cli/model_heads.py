@@ -1,7 +1,5 @@
 """The attention heads that a Hugging Face model, or --heads, gives a tensor-parallel rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

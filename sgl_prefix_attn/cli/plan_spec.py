@@ -1,7 +1,5 @@
 """What `explain` plans: a tree such as 1,2,6_1024,512,64, or a JSON file of paths."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import orjson

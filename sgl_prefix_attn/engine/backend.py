@@ -12,8 +12,6 @@ A decode graph exists in two variants, stock and prefix (variants.py); the step'
 Batch state lives here and never on the ForwardBatch: graph replay passes a copy of it.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Planner, executor and predictor of a server: one family of kernels, sized once for the largest
 batch that SGLang may run."""
 
-from __future__ import annotations
-
 import logging
 import os
 from dataclasses import dataclass

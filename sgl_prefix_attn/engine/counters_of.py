@@ -1,7 +1,5 @@
 """What a ModelRunner's decode steps are counted into, by rank and server arguments."""
 
-from __future__ import annotations
-
 from sgl_prefix_attn.engine import sglang_config
 from sgl_prefix_attn.engine.model_facts import attention_layers
 from sgl_prefix_attn.metrics.counters import KvSize, StepCounters

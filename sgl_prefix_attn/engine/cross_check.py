@@ -1,7 +1,5 @@
 """Comparison of two attention outputs in check mode (SGL_PREFIX_ATTN_CHECK=1)."""
 
-from __future__ import annotations
-
 import logging
 
 import torch

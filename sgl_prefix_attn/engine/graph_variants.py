@@ -2,8 +2,6 @@
 that holds the prefix kernels. A step chooses between the two at replay.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from bisect import bisect_left

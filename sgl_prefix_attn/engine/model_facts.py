@@ -1,7 +1,5 @@
 """What SGLang's ModelRunner says about a model's attention layers, and why they cannot be run."""
 
-from __future__ import annotations
-
 from sglang.srt.layers.radix_attention import RadixAttention
 
 from sgl_prefix_attn.engine import sglang_config

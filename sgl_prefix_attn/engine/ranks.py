@@ -2,8 +2,6 @@
 and a rank that asks the others at a step at which they do not ask waits for ever.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

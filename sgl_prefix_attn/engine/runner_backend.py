@@ -3,8 +3,6 @@
 Imports nothing of SGLang until it is called: the hooks load this at plugin registration.
 """
 
-from __future__ import annotations
-
 
 def find_backend(model_runner):
     """Return the PrefixAttnBackend that this runner decodes with, or None.

@@ -3,8 +3,6 @@
 Imports of SGLang are inside the functions: the hooks load this before SGLang parses arguments.
 """
 
-from __future__ import annotations
-
 
 def parallel():
     """Return this process's place among all: tp_rank, tp_size, tp_group, pp_rank, pp_size,

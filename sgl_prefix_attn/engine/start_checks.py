@@ -1,7 +1,5 @@
 """What a server checks and settles before it loads any weights."""
 
-from __future__ import annotations
-
 import logging
 import os
 

@@ -1,7 +1,5 @@
 """Holds one loaded plan in fixed memory and runs it on a kernel backend."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -4,8 +4,6 @@ Each function does what the kernel of the same name does, reading nothing but th
 plan which is wrong is wrong here too. `full_attention` is the ground truth: it knows no plan.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """One line in the log every few decode steps, beside SGLang's own: what was chosen and why."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from typing import Any

@@ -5,8 +5,6 @@ the scheduler starts, and prometheus_client must not be imported before that. So
 when an exporter is built (in the backend's constructor), never with this module.
 """
 
-from __future__ import annotations
-
 import functools
 
 from sgl_prefix_attn.metrics.counters import KvSize, KvTokens

@@ -6,8 +6,6 @@ launched, or with overlap scheduling the one before. Such an interval is a step'
 and all, if nothing but decode steps of one variant ran in it and just before it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 

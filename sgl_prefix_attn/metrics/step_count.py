@@ -1,7 +1,5 @@
 """Counts each decode step: its KV tokens, carried on from the last evaluation of the batch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Finds shared prefixes in a block table, for callers without a radix tree."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """Reads SGLang's ChunkCache: the radix cache is off, so no request has a path."""
 
-from __future__ import annotations
-
 from sgl_prefix_attn.paths.radix_reader import RadixReader
 
 

@@ -4,8 +4,6 @@ A node is named by the object, never by its id alone: a split makes a new node f
 leaves the old id to the rest.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

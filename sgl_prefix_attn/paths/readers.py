@@ -1,7 +1,5 @@
 """Chooses the reader of a prefix cache, by what the cache has and never by SGLang's version."""
 
-from __future__ import annotations
-
 from sgl_prefix_attn.paths.chunk_reader import ChunkReader
 from sgl_prefix_attn.paths.radix_reader import RadixReader
 from sgl_prefix_attn.paths.tree_reader import TreeReader

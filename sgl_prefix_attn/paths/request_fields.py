@@ -1,7 +1,5 @@
 """Where a request keeps what the readers need: itself, from SGLang 0.5.19 on in its KV record."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from sgl_prefix_attn.paths.tree_reader import KvMapping

@@ -1,7 +1,5 @@
 """Reads SGLang's UnifiedRadixCache over its core in Python: ids outside, linked nodes inside."""
 
-from __future__ import annotations
-
 import torch
 
 from sgl_prefix_attn.paths.radix_reader import RadixReader

@@ -3,8 +3,6 @@
 A node is named by its id, which SGLang never gives to another one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The planner: forest -> packing -> packs -> tiles -> KV splits -> work queue."""
 
-from __future__ import annotations
-
 from sgl_prefix_attn.plan.balance import share_within
 from sgl_prefix_attn.plan.capacity import UNLIMITED, Capacity
 from sgl_prefix_attn.plan.costs import CostModel

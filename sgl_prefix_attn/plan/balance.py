@@ -11,8 +11,6 @@ request has at most log2(B) nodes above its tail, because each of them halves th
 it; so no forest needs more than B * (1 + log2(B)) partial results.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from sgl_prefix_attn.jit import cached_njit

@@ -9,8 +9,6 @@ cut of that order wins. Where the pack's cost is linear in its queries (pure byt
 is the exact optimum; with tile rounding it is exact whenever the children are alike.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from sgl_prefix_attn.jit import cached_njit

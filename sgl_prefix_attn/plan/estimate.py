@@ -7,8 +7,6 @@ terms that move together are not told apart. A calibration fits them to a GPU; u
 near what an H100 and an H200 showed.
 """
 
-from __future__ import annotations
-
 from sgl_prefix_attn.plan.costs import CostModel
 from sgl_prefix_attn.records import PlanWork
 

@@ -1,7 +1,5 @@
 """Prefix paths -> forest: keep the nodes that several requests share, drop the rest."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from sgl_prefix_attn.jit import cached_njit

@@ -1,7 +1,5 @@
 """Forest + packing -> packs (PAT §5.1: which queries read which KV together)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from sgl_prefix_attn.jit import cached_njit

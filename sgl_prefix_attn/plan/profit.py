@@ -4,8 +4,6 @@
 strategies differ in nothing else, so that each ablation is one flag.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from sgl_prefix_attn.jit import cached_njit

@@ -5,8 +5,6 @@ between, what matters is how items fill rounds of CTAs, which no rule of proport
 few proportions are tried, and their queues simulated.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from sgl_prefix_attn.plan.costs import CostModel

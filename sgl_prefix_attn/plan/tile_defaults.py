@@ -1,7 +1,5 @@
 """Which tiles a device gets."""
 
-from __future__ import annotations
-
 import torch
 
 from sgl_prefix_attn.plan.tiles import TileConfig, TileSet

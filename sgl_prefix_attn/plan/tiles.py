@@ -1,7 +1,5 @@
 """Packs -> tiles (PAT §5.2, tile selector)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

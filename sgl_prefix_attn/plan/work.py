@@ -1,7 +1,5 @@
 """How much work a plan is: what its time is predicted from."""
 
-from __future__ import annotations
-
 import heapq
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Packs + tiling + splits -> the plan's int32 words (layout in kernels/layout.py)."""
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit
 

@@ -5,8 +5,6 @@ raises. So problems are raised later: by a hook on SGLang's check of its argumen
 function that builds the backend.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 

@@ -8,8 +8,6 @@ SGLang applies hooks after register() has returned and only logs one that fails,
 built only after verify_applied().
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import pkgutil

@@ -1,7 +1,5 @@
 """The SGLang releases that were tried, and what differs between them: one table."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from importlib import metadata

@@ -1,7 +1,5 @@
 """Records <-> JSON bytes. Nothing that does not check is ever returned."""
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 import msgspec

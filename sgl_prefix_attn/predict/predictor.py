@@ -1,8 +1,6 @@
 """Predicted times of one decode step, from what the host knows about it: one predictor for each
 family of kernels, because it knows the plans of its family."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

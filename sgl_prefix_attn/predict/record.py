@@ -3,8 +3,6 @@
 Types and bounds are those of the files, too: predict/codec.py checks what it reads against them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from datetime import date
 from typing import Annotated, Literal

@@ -1,7 +1,5 @@
 """The row-tile planner's rates on a GPU, and how sure they are: they were fitted on one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from sgl_prefix_attn.plan.costs import GPU_RATES

@@ -1,7 +1,5 @@
 """The calibration that a server starts with, the same on all of its tensor-parallel ranks."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

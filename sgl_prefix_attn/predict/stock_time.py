@@ -6,8 +6,6 @@ the pieces of the first KV head in the batch's order, then those of the next. Th
 are like those of a plan (plan/estimate.py).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -3,8 +3,6 @@
 The server, the policy's evaluation and `explain` call the same one.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 

@@ -11,8 +11,6 @@ headroom     a request's index segment is full
 fault        the step could not be prepared, here or on another tensor-parallel rank
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ Every tensor-parallel rank sees the same facts and so decides alike; nothing mea
 may enter here.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from sgl_prefix_attn.records import PREFIX, STOCK, Decision, Prediction

@@ -5,8 +5,6 @@
 Imports nothing of SGLang and touches no device: the backend executes the Step.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import replace

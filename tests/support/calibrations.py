@@ -1,7 +1,5 @@
 """Calibrations and samples that nobody measured."""
 
-from __future__ import annotations
-
 from datetime import date
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Both families of kernels, as tests drive them on a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

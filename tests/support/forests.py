@@ -1,7 +1,5 @@
 """Random forests and planners that make small ones use every mechanism."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Problems and planners of the GPU tests, as a server makes them."""
 
-from __future__ import annotations
-
 import torch
 
 from sgl_prefix_attn.plan import Planner, TileSet

@@ -1,7 +1,5 @@
 """Faults planted into a plan's words: every check of plans and of kernels must find each."""
 
-from __future__ import annotations
-
 from sgl_prefix_attn.kernels import layout as L
 from sgl_prefix_attn.records import Plan
 from tests.support.forests import path_table

@@ -1,8 +1,6 @@
 """A plan's words, read a second time by layout.py's text alone, and the proof that a plan computes
 full attention: nothing here is shared with the executors."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

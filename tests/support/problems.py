@@ -1,7 +1,5 @@
 """Attention problems over poisoned memory, and how exact their answer must be."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Runs plans on an executor whose memory is poisoned wherever nothing may be read."""
 
-from __future__ import annotations
-
 import math
 
 import torch

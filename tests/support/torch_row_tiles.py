@@ -1,7 +1,5 @@
 """A KernelBackend that runs the words of row tiles in torch, for machines without a Hopper GPU."""
 
-from __future__ import annotations
-
 from sgl_prefix_attn.engine import build
 from sgl_prefix_attn.execute import row_tile_reference as oracle
 from sgl_prefix_attn.execute.backends import gluon_backend

@@ -1,7 +1,5 @@
 """Which kernels a device can run: the one place that knows all backends."""
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -5,8 +5,6 @@ plan/row_tile_planner.py); packs run on any GPU by Triton and elsewhere in torch
 torch_backend.py, plan/), and whatever row tiles can run they can run, too.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 # As SGL_PREFIX_ATTN_KERNELS names the families; TRITON's words are run by torch on a CPU.

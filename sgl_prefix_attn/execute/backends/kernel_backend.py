@@ -1,7 +1,5 @@
 """What a family of kernels offers: the protocol that the executor drives."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 

@@ -1,7 +1,5 @@
 """The plan's words run in torch (reference.py): what serves on a CPU."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

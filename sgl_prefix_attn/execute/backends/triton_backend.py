@@ -1,7 +1,5 @@
 """Launches of the Triton kernels; the only importer of sgl_prefix_attn.kernels.triton."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch
