@@ -61,13 +61,15 @@ def row_tile_kernel(
     HAS_LSE: gl.constexpr,
     PDL: gl.constexpr,
     PRODUCER_WARPS: gl.constexpr,
+    PREFETCH: gl.constexpr,
+    FUSED_MERGE: gl.constexpr,
     CONSUMER_REGS: gl.constexpr,
     PRODUCER_REGS: gl.constexpr,
 ):
     """Grid (SMs,): not more, because parts of a tile wait for one another."""
     S = Shape(
         HEADS, GROUP, HEAD_DIM, STAGES, ITEM, BIT_KEYS, HAS_CAP, HAS_LSE, PDL,
-        PRODUCER_WARPS,
+        PRODUCER_WARPS, PREFETCH, FUSED_MERGE,
     )  # fmt: skip
     if PDL:
         let_next_kernel_start()

@@ -28,7 +28,15 @@ CONFIGS = {
 
 
 def kernel_constants(
-    num_kv_heads: int, group_size: int, head_dim: int, *, has_cap: bool, has_lse: bool, pdl: bool
+    num_kv_heads: int,
+    group_size: int,
+    head_dim: int,
+    *,
+    has_cap: bool,
+    has_lse: bool,
+    pdl: bool,
+    prefetch: bool = False,
+    fused_merge: bool = True,
 ) -> dict:
     """The constants that row_tile_kernel is compiled with. Raises ValueError for a shape that it
     is not built for."""
@@ -48,9 +56,17 @@ def kernel_constants(
         "HAS_LSE": has_lse,
         "PDL": pdl,
         "PRODUCER_WARPS": PRODUCER_WARPS,
+        "PREFETCH": prefetch,
+        "FUSED_MERGE": fused_merge,
         "CONSUMER_REGS": config.consumer_regs,
         "PRODUCER_REGS": config.producer_regs,
     }
+
+
+def prefetch_fits(num_sms: int, head_dim: int, l2_bytes: int) -> bool:
+    """Whether the blocks that all CTAs ask for ahead stay in L2 until they are copied (the capacity
+    rule of asynchronous KV prefetching, its Eq. 2); of 16-bit KV."""
+    return num_sms * W.PRE * 2 * W.BLOCK * head_dim * 2 <= l2_bytes
 
 
 def compiler_options() -> dict:

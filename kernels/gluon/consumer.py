@@ -216,10 +216,11 @@ def consume(
                 ok_o = base + offs_o < rows
                 gl.store(p_state, row_max + gl.log2(total), mask=ok_o)
                 gl.store(p_state + 1, top * inv, mask=ok_o)
-                p_counter = counters_ptr + (gl.load(p_item + I_COUNTER) * S.HEADS + head) * 2
-                group_barrier()  # the stores of all warps before the count
-                gl.atomic_add(p_counter + gl.where(wide, WG, 0), 1, sem="release", scope="gpu")
-                split_turns += 1
+                if S.FUSED_MERGE:
+                    p_counter = counters_ptr + (gl.load(p_item + I_COUNTER) * S.HEADS + head) * 2
+                    group_barrier()  # the stores of all warps before the count
+                    gl.atomic_add(p_counter + gl.where(wide, WG, 0), 1, sem="release", scope="gpu")
+                    split_turns += 1
         else:
             for _ in range(num_blocks):
                 pass_on(rings, stage, phase)
