@@ -21,7 +21,7 @@ from eval.bench_kernel.candidate import plan_us
 from eval.bench_kernel.case import DTYPES, Case, build_case
 from eval.bench_kernel.floor import floor_us, rates_of
 from eval.bench_kernel.oracle import Judgement, attend_rows
-from eval.bench_kernel.trees import parse_trees
+from eval.bench_kernel.trees import LAYOUTS, parse_trees
 from sgl_prefix_attn.calibrate.timing import LayerTimer, medians_us
 from sgl_prefix_attn.cli.argument_types import count
 from sgl_prefix_attn.cli.model_heads import parse_heads
@@ -42,6 +42,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--heads", default="32/8", help="QO/KV heads, such as 32/8,64/8")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp16"])
+    parser.add_argument("--layout", default="permuted", choices=LAYOUTS, help="of KV in the pool")
     parser.add_argument("--cuts", type=count, default=1, help="predicted best ones to time")
     parser.add_argument("--headroom", type=count, default=256, help="steps a plan may grow")
     parser.add_argument("--json", metavar="OUT", help="result file, written after every tree")
@@ -58,7 +59,7 @@ def main(argv: list[str]) -> int:
         mine = []
         for tree in parse_trees(args.trees):
             floor = floor_us(tree, heads, 2, rates)
-            case = build_case(tree, heads, 1, DTYPES[args.dtype], device, 0)
+            case = build_case(tree, heads, 1, DTYPES[args.dtype], device, 0, args.layout)
             cuts = _bench(case, planner, args.cuts)
             row = {
                 "tree": tree.name, "heads": text, "head_dim": args.head_dim, "floor_us": floor,

@@ -16,7 +16,7 @@ from eval.bench_kernel.case import DTYPES
 from eval.bench_kernel.compare_providers import DeviceLost, Setting, compare
 from eval.bench_kernel.floor import rates_of
 from eval.bench_kernel.providers import STRATEGIES, make_providers
-from eval.bench_kernel.trees import parse_trees
+from eval.bench_kernel.trees import LAYOUTS, parse_trees
 from eval.cli_values import device, several
 from sgl_prefix_attn.cli.argument_types import count
 from sgl_prefix_attn.cli.model_heads import parse_heads
@@ -95,6 +95,7 @@ def _parse(argv: list[str]):
     )
     parser.add_argument("--page-size", type=several(count), default="1", help="such as 1,16,64")
     parser.add_argument("--dtype", default="bf16", choices=list(DTYPES))
+    parser.add_argument("--layout", default="permuted", choices=LAYOUTS, help="of KV in the pool")
     parser.add_argument("--device", type=device, default="cuda", help="cpu: small trees only")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="OUT", help="result file, written after every tree")
@@ -114,6 +115,7 @@ def _parse(argv: list[str]):
                 DTYPES[args.dtype],
                 args.device,
                 args.seed,
+                args.layout,
             )
             for heads in args.heads.split(",")
             for page in args.page_size

@@ -84,12 +84,13 @@ def build_case(
     dtype: torch.dtype,
     device: torch.device,
     seed: int,
+    layout: str = "permuted",
 ) -> Case:
     """Draw queries and pools at random; the same arguments, the same case on one kind of device.
 
     Raises ValueError when the tree does not fit the page size.
     """
-    tables = build_tables(tree, page_size, np.random.default_rng(seed))
+    tables = build_tables(tree, page_size, np.random.default_rng(seed), layout)
     generator = torch.Generator(device).manual_seed(seed)
     unused = np.setdiff1d(np.arange(tables.num_slots), tables.req_to_token)
     unused = torch.from_numpy(unused).to(device)

@@ -65,6 +65,7 @@ class Setting:
     dtype: torch.dtype
     device: torch.device
     seed: int
+    layout: str = "permuted"
 
 
 @dataclass
@@ -148,7 +149,7 @@ def _run(entries: list[_Entry], setting: Setting) -> None:
     def case_at(page_size: int) -> tuple[Case, Oracle]:
         if page_size not in cases:
             s = setting
-            case = build_case(s.tree, s.heads, page_size, s.dtype, s.device, s.seed)
+            case = build_case(s.tree, s.heads, page_size, s.dtype, s.device, s.seed, s.layout)
             cases[page_size] = (case, Oracle(case))
         return cases[page_size]
 

@@ -101,8 +101,14 @@ def page_problem(tree: Tree, page_size: int) -> str | None:
     return None
 
 
-def build_tables(tree: Tree, page_size: int, rng: np.random.Generator) -> IndexTables:
-    """Assign slots to every node, permuted by page; page 0 and two more pages stay unused.
+# How a tree's KV lies in the pool: pages at random, or each node's in a row.
+LAYOUTS = ("permuted", "contiguous")
+
+
+def build_tables(
+    tree: Tree, page_size: int, rng: np.random.Generator, layout: str = "permuted"
+) -> IndexTables:
+    """Assign slots to every node, by page in one of LAYOUTS; page 0 and two more pages stay unused.
 
     Raises ValueError when the tree does not fit the page size.
     """
@@ -111,7 +117,9 @@ def build_tables(tree: Tree, page_size: int, rng: np.random.Generator) -> IndexT
         raise ValueError(f"tree {tree.name}: {problem}")
     pages_per_node = [-(-length // page_size) for length in tree.lengths]
     num_pages = sum(n * p for n, p in zip(tree.counts, pages_per_node, strict=True)) + 3
-    order = rng.permutation(np.arange(1, num_pages))
+    order = np.arange(1, num_pages)
+    if layout == "permuted":
+        order = rng.permutation(order)
     node_slots, taken = [], 0
     for n, pages, length in zip(tree.counts, pages_per_node, tree.lengths, strict=True):
         own = order[taken : taken + n * pages].reshape(n, pages, 1)

@@ -83,6 +83,16 @@ def test_index_tables_permute_whole_pages_and_share_them(page_size):
     assert not (np.diff(rows[0][::page_size]) == page_size).all()
 
 
+def test_contiguous_tables_have_each_node_in_a_row():
+    tree = Tree.parse("1,2,4_64,128,70")
+    tables = build_tables(tree, 1, np.random.default_rng(0), "contiguous")
+    assert all((np.diff(slots) == 1).all() for slots in tables.node_slots)
+    permuted = build_tables(tree, 1, np.random.default_rng(0))
+    for row, other in zip(tables.req_to_token, permuted.req_to_token, strict=True):
+        assert len(np.unique(row)) == len(np.unique(other)) == tree.seq_len
+    assert tables.num_slots == permuted.num_slots
+
+
 def test_a_tree_must_fit_the_page_size():
     assert "32" in page_problem(Tree.parse("1,4_32,16"), 64)
     assert page_problem(Tree.parse("1,4_64,7"), 64) is None
