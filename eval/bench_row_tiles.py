@@ -13,14 +13,13 @@ import sys
 from collections.abc import Callable
 from statistics import geometric_mean
 
-import numpy as np
 import torch
 
 from eval import provenance
 from eval.bench_kernel.candidate import plan_us
 from eval.bench_kernel.case import DTYPES, Case, build_case
 from eval.bench_kernel.floor import floor_us, rates_of
-from eval.bench_kernel.oracle import Judgement, attend_rows
+from eval.bench_kernel.oracle import SomeRows
 from eval.bench_kernel.trees import LAYOUTS, parse_trees
 from sgl_prefix_attn.calibrate.timing import LayerTimer, medians_us
 from sgl_prefix_attn.cli.argument_types import count
@@ -32,8 +31,6 @@ from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.plan.row_tiles import Cut
 from sgl_prefix_attn.records import HeadConfig
-
-_JUDGED_ROWS = 48
 
 
 def main(argv: list[str]) -> int:
@@ -91,18 +88,12 @@ def _bench(case: Case, planner: RowTilePlanner, most: int) -> dict:
     planner.plan(paths)
     host_us = plan_us(lambda: planner.plan(paths), torch.device("cpu"))
     cuts = sorted(planner.cuts(forest), key=lambda cut: cut.us)[:most]
-    rows = np.unique(np.linspace(0, case.tree.batch_size - 1, _JUDGED_ROWS).astype(int))
-    index = torch.from_numpy(rows).to(case.device)
-    args = (case.q[index], case.k[0], case.v[0], case.req_to_token[index], case.sm_scale)
-    judge = Judgement(
-        attend_rows(*args, torch.float64, torch.float64),
-        attend_rows(*args, torch.float32, case.dtype),
-    )
-    timed = [_time(case, planner, forest, cut, judge, index) for cut in cuts]
+    rows = SomeRows(case)
+    timed = [_time(case, planner, forest, cut, rows) for cut in cuts]
     return {"plan_us": host_us, "cuts": timed}
 
 
-def _time(case, planner, forest, cut: Cut, judge: Judgement, index) -> dict:
+def _time(case, planner, forest, cut: Cut, judged: SomeRows) -> dict:
     plan = planner.serialize(forest, cut)
     rows = torch.arange(plan.batch_size, device=case.device)
     out = torch.full_like(case.q, float("nan"))
@@ -121,10 +112,7 @@ def _time(case, planner, forest, cut: Cut, judge: Judgement, index) -> dict:
 
     run = runner(False)
     run(0)
-    error = judge.error(out[index])
-    problem = judge.problem(error)
-    if problem is None and out.isnan().any():
-        problem = "rows of the output are not written"
+    error, problem = judged.judge(out)
     us, us_pdl = medians_us(
         [LayerTimer(one, case.num_layers, case.device, True) for one in (run, runner(True))]
     )
@@ -138,7 +126,7 @@ def _time(case, planner, forest, cut: Cut, judge: Judgement, index) -> dict:
         "predicted_us": cut.us,
         "us": us,
         "us_pdl": us_pdl,
-        "error": error.norm,
+        "error": error,
         "problem": problem,
     }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from eval.bench_kernel.case import Case
@@ -91,17 +92,49 @@ class Oracle:
         return largest
 
 
+class SomeRows:
+    """Judges the first layer's output by some of a case's requests: fewer, the longer they are."""
+
+    def __init__(self, case: Case, most: int = 48, tokens: int = 1 << 20):
+        batch = case.tree.batch_size
+        most = max(1, min(most, batch, tokens // case.tree.seq_len))
+        rows = np.unique(np.linspace(0, batch - 1, most).astype(int))
+        self._index = torch.from_numpy(rows).to(case.device)
+        args = (case, case.k[0], case.v[0])
+        self._judge = Judgement(
+            attend(*args, torch.float64, torch.float64, self._index),
+            attend(*args, torch.float32, case.dtype, self._index),
+        )
+
+    def judge(self, out: torch.Tensor) -> tuple[float, str | None]:
+        """Return the error of an output [B, Hq, D], and say why it is wrong, or None."""
+        error = self._judge.error(out[self._index])
+        problem = self._judge.problem(error)
+        if problem is None and out.isnan().any():
+            problem = "rows of the output are not written"
+        return error.norm, problem
+
+
 def attend(
-    case: Case, k: torch.Tensor, v: torch.Tensor, score_dtype: torch.dtype, dtype: torch.dtype
+    case: Case,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    score_dtype: torch.dtype,
+    dtype: torch.dtype,
+    index: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return attention [B, Hq, D] in `dtype` of every request of a case, see attend_rows."""
+    """Return attention [b, Hq, D] in `dtype` of the requests index [b] of a case, by default of
+    all; see attend_rows."""
     heads, length = case.heads, case.tree.seq_len
     row_bytes = length * heads.num_kv_heads * heads.head_dim * (score_dtype.itemsize + 2) * 2
     chunk = max(1, _CHUNK_BYTES // row_bytes)
     outs = []
-    for first in range(0, case.tree.batch_size, chunk):
-        rows = case.req_to_token[first : first + chunk]
-        q = case.q[first : first + chunk]
+    table, queries = case.req_to_token, case.q
+    if index is not None:
+        table, queries = table[index], queries[index]
+    for first in range(0, table.shape[0], chunk):
+        rows = table[first : first + chunk]
+        q = queries[first : first + chunk]
         outs.append(attend_rows(q, k, v, rows, case.sm_scale, score_dtype, dtype))
     return torch.cat(outs)
 

@@ -7,6 +7,7 @@ plan which is wrong is wrong here too.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -82,21 +83,12 @@ def execute(
     q [rows, Hq, D], caches [slots, Hkv, D]. Returns out [rows, Hq, D] and the LSE [rows, Hq] in
     base 2, both float64; what no item writes stays NaN.
     """
-    _, num_qo_heads, head_dim = q.shape
-    num_kv_heads = k_cache.shape[1]
-    group = num_qo_heads // num_kv_heads
     out = torch.full(q.shape, math.nan, dtype=torch.float64)
     lse = torch.full(q.shape[:2], math.nan, dtype=torch.float64)
-    grouped = q.double().view(q.shape[0], num_kv_heads, group, head_dim)
     parts: dict[int, list] = {}
-    for i in range(int(words[W.H_NUM_ITEMS])):
-        item = words[W.HEADER_WORDS + i * W.item_words(group) :][: W.item_words(group)].tolist()
-        queries = torch.tensor(item[W.I_QUERIES :][: item[W.I_ROWS] // group])
-        # [heads, rows, D]
-        b_q = grouped[queries].transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
-        b_out, b_lse = _attend(
-            words, i, item, b_q, k_cache, v_cache, blocks, sm_scale, logits_soft_cap, group
-        )
+    for item, queries, b_out, b_lse in run_items(
+        words, q, k_cache, v_cache, blocks, sm_scale, logits_soft_cap
+    ):
         if item[W.I_PARTS] == 1:
             _write(out, lse, queries, b_out, b_lse)
             continue
@@ -117,6 +109,31 @@ def execute(
         merged = (weight[..., None] * torch.stack([p[2] for p in found])).sum(0)
         _write(out, lse, queries, merged, total / math.log(2))
     return out, lse
+
+
+def run_items(
+    words: torch.Tensor,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    blocks: Blocks,
+    sm_scale: float,
+    logits_soft_cap: float = 0.0,
+) -> Iterator[tuple[list[int], torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Run each item: its words, queries [n], out [Hkv, rows, D] and LSE [Hkv, rows] in base 2."""
+    _, num_qo_heads, head_dim = q.shape
+    num_kv_heads = k_cache.shape[1]
+    group = num_qo_heads // num_kv_heads
+    grouped = q.double().view(q.shape[0], num_kv_heads, group, head_dim)
+    for i in range(int(words[W.H_NUM_ITEMS])):
+        item = words[W.HEADER_WORDS + i * W.item_words(group) :][: W.item_words(group)].tolist()
+        queries = torch.tensor(item[W.I_QUERIES :][: item[W.I_ROWS] // group])
+        # [heads, rows, D]
+        b_q = grouped[queries].transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
+        b_out, b_lse = _attend(
+            words, i, item, b_q, k_cache, v_cache, blocks, sm_scale, logits_soft_cap, group
+        )
+        yield item, queries, b_out, b_lse
 
 
 def _attend(words, i, item, q, k_cache, v_cache, blocks, sm_scale, cap, group):

@@ -114,10 +114,11 @@ class RowTilePlanner:
                 if edge.tobytes() not in seen:
                     seen.add(edge.tobytes())
                     tiles = make_tiles(forest, leaves, edge, self.heads.group_size)
-                    yield from self._split(unique_tokens, leaves, tiles)
+                    yield from self.split(unique_tokens, leaves, tiles)
             most //= 2
 
-    def _split(self, unique_tokens: int, leaves: LeafOrder, tiles: RowTiles) -> Iterator[Cut]:
+    def split(self, unique_tokens: int, leaves: LeafOrder, tiles: RowTiles) -> Iterator[Cut]:
+        """The tiles as they are, and split until every CTA has a ticket."""
         costs = part_costs(tiles, self.heads, self.rates)
         parts = np.ones(costs.size, np.int64)
 

@@ -195,12 +195,12 @@ def _tile(
             run[size, R_END] = place - low + 1
             size += 1
         offset[t + 1] = size
-        _count_blocks(run, offset[t], size, high - low, group, blocks[t])
+        count_blocks(run, offset[t], size, high - low, group, blocks[t])
     return offset, run[:size].copy(), blocks
 
 
 @cached_njit
-def _count_blocks(run, begin, end, queries, group, blocks):
+def count_blocks(run, begin, end, queries, group, blocks):
     """Fill one row of RowTiles.blocks from the runs [begin, end) of a tile of `queries`."""
     for r in range(begin, end):
         rest = run[r, R_LEN]
