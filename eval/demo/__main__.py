@@ -14,9 +14,10 @@ import torch
 from rich.console import Console
 
 from eval.demo.comparison import Run, compare, render, summarize
-from eval.demo.server import Server, ServerError
+from eval.demo.server import demo_server
 from eval.demo.workload import WorkloadError, run_workload
 from eval.engine_process import end_on_sigterm
+from eval.server_process import ServerError, ServerProcess, growth
 from eval.tiny_model import write_tiny_llama
 
 BUILD = Path("build")
@@ -28,25 +29,25 @@ def serve_workload(backends: list[str], model: Path, gpu: bool) -> list[Run]:
     with contextlib.ExitStack() as stack:
         start = time.monotonic()
         console.print(f"starting SGLang with --attention-backend {', '.join(backends)} ...")
-        servers = [
-            stack.enter_context(
-                Server(model, backend, gpu=gpu, workdir=BUILD / "demo", progress=console.print)
+        workdir, progress = BUILD / "demo", console.print
+        servers = {
+            backend: stack.enter_context(
+                demo_server(model, backend, gpu=gpu, workdir=workdir, progress=progress)
             )
             for backend in backends
-        ]
-        for server in servers:
+        }
+        for server in servers.values():
             server.wait_until_healthy()
         console.print(f"  healthy after {time.monotonic() - start:.1f} s")
-        return [_run(server) for server in servers]
+        return [_run(backend, server) for backend, server in servers.items()]
 
 
-def _run(server: Server) -> Run:
+def _run(backend: str, server: ServerProcess) -> Run:
     before, start = server.counters(), time.monotonic()
     outputs = run_workload(server.url)
     seconds = time.monotonic() - start
-    growth = {key: value - before.get(key, 0) for key, value in server.counters().items()}
-    console.print(f"{server.backend}: {len(outputs)} requests in {seconds:.1f} s")
-    return Run(server.backend, outputs, growth, seconds)
+    console.print(f"{backend}: {len(outputs)} requests in {seconds:.1f} s")
+    return Run(backend, outputs, growth(before, server.counters()), seconds)
 
 
 def main(argv: list[str] | None = None) -> int:

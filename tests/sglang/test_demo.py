@@ -12,8 +12,9 @@ import pytest
 
 from eval.demo import __main__ as demo
 from eval.demo.comparison import Run, compare
-from eval.demo.server import Server, ServerError, parse_metrics
+from eval.demo.server import demo_server
 from eval.demo.workload import Output
+from eval.server_process import ServerError, parse_metrics
 from eval.tiny_model import write_tiny_llama
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,7 +52,7 @@ def test_make_demo_end_to_end(tmp_path):
 @pytest.mark.engine
 def test_a_server_that_cannot_start_says_why(tmp_path):
     model = write_tiny_llama(tmp_path / "model")
-    server = Server(model, "no_such_backend", gpu=False, workdir=tmp_path)
+    server = demo_server(model, "no_such_backend", gpu=False, workdir=tmp_path)
     with pytest.raises(ServerError, match="ended with status") as caught, server:
         server.wait_until_healthy()
     assert "invalid choice: 'no_such_backend'" in caught.value.log_tail
