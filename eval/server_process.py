@@ -110,14 +110,15 @@ class ServerProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def wait_until_healthy(self) -> None:
-        """Raises ServerError if it ends before, or takes more than start_limit_s."""
+    def wait_until_healthy(self) -> float:
+        """Return how many seconds that took. Raises ServerError if the server ends before, or takes
+        more than start_limit_s."""
         start = told = time.monotonic()
         while True:
             self.check_alive("before it was healthy")
             with contextlib.suppress(urllib.error.URLError, OSError):
                 _request(f"{self.url}/health")
-                return
+                return time.monotonic() - start
             now = time.monotonic()
             if now - start > self._start_limit_s:
                 raise self.error(f"was not healthy after {self._start_limit_s:g} s")

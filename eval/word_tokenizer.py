@@ -1,7 +1,7 @@
 """A tokenizer of one word per id, made on the spot: texts of exact lengths without a download.
 
-Id 17 is the word `w17`; words are separated by white space, and there is no special token, so
-`text(ids)` is as many tokens as there are ids, wherever it is put together with another text.
+Id 26 is the word `1a`, as short as a usual token; words are separated by white space, and there is
+no special token, so `text(ids)` is as many tokens as there are ids, whatever text it is put beside.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] + ' ' }}{% 
 
 def text(ids: Iterable[int]) -> str:
     """Write token ids as words."""
-    return " ".join(f"w{i}" for i in ids)
+    return " ".join(f"{i:x}" for i in ids)
 
 
 def write_word_model(folder: Path, shape: str) -> Path:
@@ -28,8 +28,8 @@ def write_word_model(folder: Path, shape: str) -> Path:
 
     A word that is none of them is id 0."""
     write_config(folder, shape)
-    vocabulary = {f"w{i}": i for i in range(SHAPES[shape]["vocab_size"])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    vocabulary = {f"{i:x}": i for i in range(SHAPES[shape]["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {

@@ -13,7 +13,7 @@ def test_texts_are_their_ids_however_they_are_put_together(tmp_path):
     assert tokenizer.encode(text(ids)) == ids and tokenizer.decode(ids) == text(ids)
     assert tokenizer.encode(text(ids) + "\n\n" + text([5])) == [*ids, 5]
     assert sorted(tokenizer.get_vocab().values()) == list(range(vocabulary))
-    assert tokenizer.encode(f"w{vocabulary} hello") == [0, 0]
+    assert tokenizer.encode(f"{vocabulary:x} hello 1a") == [0, 0, 26]
     messages = [{"role": "user", "content": text(ids)}, {"role": "user", "content": text([5])}]
     prompt = tokenizer.apply_chat_template(
         messages, tokenize=True, add_generation_prompt=True, return_dict=False

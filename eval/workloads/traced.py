@@ -1,0 +1,150 @@
+"""Loads with the lengths and arrivals of traces, or drawn like them."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+
+from eval.bench_trace import trace
+from eval.workloads.load import Load, Request, Scale
+
+# PAT section 8.2: a system prompt with a language and a country field, in Llama-3's tokens. How
+# many of each is not said: here four languages, four countries of each.
+_LEVELS = (46, 348, 2123)
+_LANGUAGES = _COUNTRIES = 4
+_CONVERSATIONS = 384
+# Mooncake's tool/agent trace as published: tool prompts of 5 to 12 blocks of 512 tokens, 59 % of
+# all prompt tokens found in the cache, 182 tokens generated on average.
+_TOOL_BLOCKS = (*range(5, 13), *range(5, 13))
+_HIT_SHARE, _AGENT_OUTPUT, _AGENTS = 0.59, 182.0, 160
+_MOONCAKE = 48
+# Logarithms' mean and standard deviation in Azure's conversation trace of 2023 (19,366 requests),
+# and its longest prompt and answer.
+_PROMPT, _LONGEST_PROMPT = (6.633, 0.985), 14050
+_ANSWER, _LONGEST_ANSWER = (5.019, 0.859), 1000
+_SPREAD = 0.8  # of the logarithms of an agent's own tokens
+
+
+def conversation(scale: Scale, seed: int, azure: Path | None) -> Load:
+    """Put users' prompts below PAT's three levels of system prompt.
+
+    azure  AzureLLMInferenceTrace_conv.csv, for lengths and arrivals; None: drawn like its
+    """
+    number = scale.number(_CONVERSATIONS)
+    rng = np.random.default_rng(seed)
+    if azure is None:
+        prompts = _lognormal(rng, *_PROMPT, number).clip(1, _LONGEST_PROMPT)
+        answers = _lognormal(rng, *_ANSWER, number).clip(1, _LONGEST_ANSWER)
+        users = list(zip(_poisson(rng, number), prompts, answers, strict=True))
+        source = "lengths and arrivals drawn like those of AzureLLMInferenceTrace_conv.csv"
+    else:
+        users = read_azure(azure, number)
+        source = f"lengths and arrivals of {azure.name}"
+    countries = rng.integers(_LANGUAGES * _COUNTRIES, size=number).tolist()
+    own = count(1 + _LANGUAGES * (1 + _COUNTRIES))
+    requests = []
+    for country, (at, prompt, answer) in zip(countries, users, strict=True):
+        keys = (0, 1 + country // _COUNTRIES, 1 + _LANGUAGES + country, next(own))
+        lengths = (*_LEVELS, prompt)
+        parts = zip(keys, map(scale.tokens, lengths), strict=True)
+        requests.append(Request(tuple(parts), scale.tokens(answer), at))
+    return Load("conversation", tuple(requests), source)
+
+
+def agent(scale: Scale, seed: int) -> Load:
+    """Draw requests below tool prompts with Mooncake's published figures.
+
+    Tools are as popular as 1 / rank. What is a request's own is drawn and then scaled so that the
+    published share of all prompt tokens can come from the cache.
+    """
+    number = scale.number(_AGENTS)
+    rng = np.random.default_rng(seed)
+    blocks = rng.permutation(_TOOL_BLOCKS)
+    popularity = 1.0 / np.arange(1, len(blocks) + 1)
+    tools = rng.choice(len(blocks), size=number, p=popularity / popularity.sum())
+    shared = blocks[tools] * trace.BLOCK
+    hits = shared.sum() - blocks[np.unique(tools)].sum() * trace.BLOCK
+    own = _lognormal(rng, 0.0, _SPREAD, number)
+    # So few requests that each tool is new leave nothing to find: then as much as is shared.
+    own *= max(hits / _HIT_SHARE - shared.sum(), 0) / own.sum() or shared.sum() / own.sum()
+    answers = _lognormal(rng, 0.0, _SPREAD, number)
+    answers *= _AGENT_OUTPUT * number / answers.sum()
+    requests = tuple(
+        Request(
+            ((int(tool), scale.tokens(prefix)), (len(blocks) + i, scale.tokens(max(1, private)))),
+            scale.tokens(max(1, answer)),
+            at,
+        )
+        for i, (tool, prefix, private, answer, at) in enumerate(
+            zip(tools, shared, own, answers, _poisson(rng, number), strict=True)
+        )
+    )
+    return Load(
+        "agent", requests, "drawn with the published figures of Mooncake's tool/agent trace"
+    )
+
+
+def mooncake(scale: Scale, path: Path, longest: int) -> Load:
+    """Take the first requests of Mooncake's conversation trace of at most `longest` tokens.
+
+    Raises ValueError for a trace that is none or too short; OSError."""
+    number = scale.number(_MOONCAKE)
+    window = trace.window(trace.scale(trace.read(path), scale.length), 1.0, number, 0, longest)
+    block = trace.scaled_block(scale.length)
+    requests = tuple(
+        Request(_blocks(request, block), request.output, request.at) for request in window.requests
+    )
+    return Load("mooncake", requests, f"{path.name}, requests of at most {longest} tokens")
+
+
+def read_azure(path: Path, number: int) -> list[tuple[float, int, int]]:
+    """Return (arrival in mean gaps, prompt tokens, generated tokens) of the first requests.
+
+    Raises ValueError naming file and line, or for a file of too few lines; OSError."""
+    rows = []
+    with path.open(newline="") as lines:
+        for row in csv.DictReader(lines):
+            try:
+                at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+                tokens = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+                if min(tokens) < 1:
+                    raise ValueError("no tokens")
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"{path}, line {len(rows) + 2}: expected TIMESTAMP, ContextTokens, "
+                    f"GeneratedTokens: {error!r}"
+                ) from None
+            rows.append((at, *tokens))
+            if len(rows) > number:
+                break
+    if len(rows) <= number:
+        raise ValueError(f"{path} has {len(rows)} requests, {number + 1} are needed")
+    first = rows[0][0]
+    gap = (rows[number][0] - first) / number
+    if gap <= 0:
+        raise ValueError(f"{path}: its first {number + 1} requests do not arrive in order")
+    return [((at - first) / gap, *tokens) for at, *tokens in rows[:number]]
+
+
+def _blocks(request: trace.Request, block: int) -> tuple[tuple[int, int], ...]:
+    """Return a hash id's block as a part; the last one ends with the prompt."""
+    starts = range(0, request.input, block)
+    return tuple(
+        (key, min(block, request.input - start))
+        for key, start in zip(request.hashes, starts, strict=False)
+    )
+
+
+def _lognormal(rng: np.random.Generator, mean: float, spread: float, number: int) -> np.ndarray:
+    return rng.lognormal(mean, spread, number)
+
+
+def _poisson(rng: np.random.Generator, number: int) -> Iterable[float]:
+    """Draw arrivals with a mean gap of 1, the first at 0."""
+    gaps = rng.exponential(size=number - 1)
+    return [0.0, *np.cumsum(gaps).tolist()]
