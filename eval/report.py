@@ -1,8 +1,8 @@
 """python -m eval.report RESULT.json... [--readme README.md] [--check]: tables from result files.
 
-Prints Markdown for kernel, engine, trace and policy results. With --readme it replaces what stands
-between `<!-- bench:begin -->` and `<!-- bench:end -->`; with --check it changes nothing and exits
-with 1 when the README says anything else than the files.
+Prints Markdown for kernel, engine, serving, trace and policy results. With --readme it replaces
+what stands between `<!-- bench:begin -->` and `<!-- bench:end -->`; with --check it changes nothing
+and exits with 1 when the README says anything else than the files.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from eval import provenance
 from eval.bench_kernel import kernel_tables
+from eval.bench_serving import serving_tables
 from eval.bench_trace import trace_tables
 from eval.markdown import table
 from eval.policy_holdout import policy_text
@@ -20,10 +21,11 @@ from eval.policy_holdout import policy_text
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 
-def markdown(results: list[tuple[str, dict]]) -> str:
-    """Turn (file name, result) pairs into Markdown, one section per file. Raises ValueError for a
-    result of anything else than kernels, engines, traces and the policy."""
-    return "\n\n".join(_section(name, result) for name, result in results) + "\n"
+def markdown(results: list[tuple[str, dict]], baseline: str | None = None) -> str:
+    """Turn (file name, result) pairs into Markdown, one section per file; `baseline`: of servers'
+    ratios. Raises ValueError for a result of anything else than kernels, engines, servers, traces
+    and the policy."""
+    return "\n\n".join(_section(name, result, baseline) for name, result in results) + "\n"
 
 
 def replace_between(text: str, tables: str) -> str:
@@ -34,10 +36,12 @@ def replace_between(text: str, tables: str) -> str:
     return f"{before}{BEGIN}\n{tables}{END}{rest.split(END)[1]}"
 
 
-def _section(name: str, result: dict) -> str:
+def _section(name: str, result: dict, baseline: str | None) -> str:
     first = result["rows"][0]
     if "floor_us" in first:
         body = [kernel_tables.markdown(result["rows"])]
+    elif "e2e_ms" in first:
+        body = [serving_tables.markdown(result["rows"], result["meta"]["settings"], baseline)]
     elif "ttft_ms" in first:
         body = [trace_tables.markdown(result["rows"], result["meta"]["trace"])]
     elif "tpot_ms" in first:
@@ -46,8 +50,8 @@ def _section(name: str, result: dict) -> str:
         body = policy_text.markdown(result["summary"], result["meta"])
     else:
         raise ValueError(
-            f"{name}: its rows are no times of kernels, engines, a trace's requests or the "
-            "policy's batches"
+            f"{name}: its rows are no times of kernels, engines, servers, a trace's requests or "
+            "the policy's batches"
         )
     return "\n\n".join([*body, _source(name, result["meta"])])
 
@@ -92,13 +96,14 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.report", description=__doc__)
     parser.add_argument("results", nargs="+", metavar="RESULT.json")
     parser.add_argument("--readme", metavar="PAGE", help="its tables are replaced, or checked")
+    parser.add_argument("--baseline", help="backend that servers' ratios are to; or each file's")
     parser.add_argument("--check", action="store_true", help="compare only")
     args = parser.parse_args(argv)
     if args.check and not args.readme:
         parser.error("--check needs --readme")
     try:
         results = [(Path(name).name, provenance.load(name)) for name in args.results]
-        tables = markdown(results)
+        tables = markdown(results, args.baseline)
         if not args.readme:
             print(tables, end="")
             return 0

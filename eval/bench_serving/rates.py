@@ -1,0 +1,52 @@
+"""Rates at which a load is sent: all at once, so many requests a second, or a share of what the
+first backend serves when all come at once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from eval.cli_values import amount
+
+ALL_AT_ONCE = "inf"
+
+
+@dataclass(frozen=True)
+class Rate:
+    """`per_s` requests a second, or `share` of the first backend's; the label is how it was asked
+    for."""
+
+    label: str
+    per_s: float = math.inf
+    share: float | None = None
+
+    def resolve(self, saturation: float | None) -> float:
+        """Return requests/s; `saturation`: those of the first backend, all at once. Raises
+        ValueError without it if this is a share of it."""
+        if self.share is None:
+            return self.per_s
+        if not saturation:
+            raise ValueError(f"{self.label} of what is not known: the run all at once failed")
+        return self.share * saturation
+
+
+def parse(text: str) -> Rate:
+    """Parse inf, a number, or a percentage such as 70%."""
+    if text == ALL_AT_ONCE:
+        return Rate(text)
+    if text.endswith("%"):
+        return Rate(text, share=amount(text[:-1]) / 100)
+    return Rate(text, per_s=amount(text))
+
+
+def in_order(rates: list[Rate]) -> list[Rate]:
+    """Put the run that the shares are of first. Raises ValueError if it is missing, or if a rate
+    comes twice."""
+    if len({rate.label for rate in rates}) < len(rates):
+        raise ValueError("argument --rates: names one twice")
+    shares = [rate.label for rate in rates if rate.share is not None]
+    if shares and ALL_AT_ONCE not in [rate.label for rate in rates]:
+        raise ValueError(
+            f"argument --rates: {', '.join(shares)} is of the run {ALL_AT_ONCE}: add it"
+        )
+    return sorted(rates, key=lambda rate: (rate.label != ALL_AT_ONCE, rate.share is not None))

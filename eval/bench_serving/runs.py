@@ -1,0 +1,106 @@
+"""All loads on the server of one backend: warmed up, emptied, sent, counted."""
+
+from __future__ import annotations
+
+import json
+import math
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from eval.bench_serving import serving_row
+from eval.bench_serving.client import Client
+from eval.bench_serving.rates import Rate
+from eval.bench_serving.resume import Key
+from eval.engine_process import folder_name
+from eval.server_process import ServerProcess, growth
+from eval.workloads.load import Load, prompts
+
+_WARM_UP_REQUESTS, _WARM_UP_TOKENS = 32, 16
+
+
+@dataclass(frozen=True)
+class Run:
+    """One load at one rate on the server of one backend, the alternation-th time."""
+
+    backend: str
+    alternation: int
+    load: Load
+    rate: Rate
+
+    @property
+    def key(self) -> Key:
+        return self.load.name, self.rate.label, self.backend, self.alternation
+
+    def __str__(self) -> str:
+        return f"{self.backend}, {self.load.name} at {self.rate.label}"
+
+
+def measure(
+    runs: list[Run],
+    server: ServerProcess,
+    client: Client,
+    saturation: Callable[[Load], float | None],
+    told: Callable[[str], object],
+) -> Iterator[dict]:
+    """Yield the row of each run on a healthy server.
+
+    saturation  requests/s of the first backend on a load, all at once
+    told        is told what is going on
+
+    A share of an unknown saturation is left out and told. Raises ServerError, ClientError.
+    """
+    for run in runs:
+        try:
+            rate = run.rate.resolve(saturation(run.load))
+        except ValueError as error:
+            told(f"{run} left out: {error}")
+            continue
+        told(f"{run} ...")
+        found = _measure(run, rate, server, client)
+        told("  " + serving_row.text(found))
+        yield {
+            "backend": run.backend,
+            "load": run.load.name,
+            "rate": run.rate.label,
+            "asked_requests_per_s": rate if math.isfinite(rate) else None,
+            "alternation": run.alternation,
+            **found,
+        }
+
+
+def _measure(run: Run, rate: float, server: ServerProcess, client: Client) -> dict:
+    _warm_up(run.load, server, client)
+    server.flush_cache()
+    before, logged = server.counters(), server.log.stat().st_size
+    name = f"{folder_name(run.backend)}-{run.load.name}-{run.rate.label}-{run.alternation}"
+    report = client.run(name.replace(":", "-"), server, run.load, rate)
+    with server.log.open("rb") as log:
+        log.seek(logged)
+        written = log.read().decode(errors="replace")
+    wanted = [request.output for request in run.load.requests]
+    grown = growth(before, server.counters())
+    return serving_row.row(report, wanted, grown, written)
+
+
+def _warm_up(load: Load, server: ServerProcess, client: Client) -> None:
+    """Send the first requests of such a load, of other tokens and with short answers, at once."""
+    first = load.requests[:_WARM_UP_REQUESTS]
+    ids = prompts(first, client.seed + 1, client.vocab_size)
+
+    def send(prompt: list[int]) -> None:
+        sampling = {"max_new_tokens": _WARM_UP_TOKENS, "ignore_eos": True, "temperature": 0}
+        body = json.dumps({"input_ids": prompt, "sampling_params": sampling}).encode()
+        request = urllib.request.Request(
+            f"{server.url}/generate", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=600) as answer:
+            answer.read()
+
+    try:
+        with ThreadPoolExecutor(_WARM_UP_REQUESTS) as senders:
+            list(senders.map(send, ids))
+    except OSError as error:
+        server.check_alive(f"while {load.name} was warmed up")
+        raise server.error(f"did not answer while {load.name} was warmed up: {error}") from None

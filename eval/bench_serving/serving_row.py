@@ -1,0 +1,88 @@
+"""The row of one run: what SGLang's client reports, our counters, the server's log; pure."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+
+from eval.server_process import Counters
+
+# Latencies of a row, with the client's names for them: of a request's first token, of each later
+# token on average, between two tokens, of a request.
+LATENCIES = {"ttft_ms": "ttft", "tpot_ms": "tpot", "itl_ms": "itl", "e2e_ms": "e2e_latency"}
+_FIGURES = {"mean": "mean", "p50": "median", "p99": "p99"}
+_BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+_STEPS = "sglang:prefix_attn_steps_total"
+_KV_BYTES = "sglang:prefix_attn_kv_bytes_total"
+_PLAN_SECONDS = "sglang:prefix_attn_plan_seconds_total"
+
+
+def row(report: dict, wanted: list[int], grown: Counters, log: str) -> dict:
+    """Return the figures of a run.
+
+    report  the client's result, with details of each request
+    wanted  output tokens of each request; one that has another number is not completed
+    grown   what the server's counters grew by
+    log     what the server wrote meanwhile
+
+    Times in ms. `cached_share` is of prompt tokens; `steps` our decode steps by variant and reason,
+    {} without the plugin; `kv_bytes` those of decode attention, over all layers; `attention` the
+    backends of SGLang's own flags, where it filled in what it picked.
+    """
+    cache = report["cache_report"]
+    steps = _by_labels(grown, _STEPS, "variant", "reason")
+    errors = [error for error in report["errors"] if error]
+    return {
+        "attention": {flag: report["server_info"].get(flag) for flag in _BACKENDS},
+        "sent": len(wanted),
+        # The client may have shuffled the requests: so many of each length.
+        "completed": (Counter(report["output_lens"]) & Counter(wanted)).total(),
+        "duration_s": report["duration"],
+        "input_tokens": report["total_input_tokens"],
+        "output_tokens": report["total_output_tokens"],
+        "requests_per_s": report["request_throughput"],
+        "output_tokens_per_s": report["output_throughput"],
+        **{
+            name: {ours: report[f"{theirs}_{of}_ms"] for ours, theirs in _FIGURES.items()}
+            for name, of in LATENCIES.items()
+        },
+        "cached_share": cache["total_cached_tokens"] / max(1, cache["total_prompt_tokens"]),
+        "peak_running": max(map(int, re.findall(r"#running-req: (\d+)", log)), default=None),
+        "steps": steps,
+        "prefix_share": _prefix_share(steps),
+        "kv_bytes": _by_labels(grown, _KV_BYTES, "kind"),
+        "planning_s": sum(_by_labels(grown, _PLAN_SECONDS, "outcome").values()),
+        "error": errors[0].strip().splitlines()[-1] if errors else None,
+    }
+
+
+def text(row: dict) -> str:
+    """Write a row in one line."""
+    parts = [
+        f"{row['output_tokens_per_s']:.0f} output tokens/s, {row['requests_per_s']:.2f} requests/s",
+        f"TTFT {row['ttft_ms']['p50']:.0f} ms",
+        f"TPOT {row['tpot_ms']['p50']:.2f} ms (p99 {row['tpot_ms']['p99']:.2f})",
+        f"cached {row['cached_share']:.0%}, at most {row['peak_running']} running",
+        f"{row['duration_s']:.1f} s",
+    ]
+    if row["prefix_share"] is not None:
+        parts.append(f"prefix steps {row['prefix_share']:.0%}")
+    if row["completed"] < row["sent"]:
+        parts.append(f"{row['completed']} of {row['sent']} completed ({row['error']})")
+    return ", ".join(parts)
+
+
+def _by_labels(grown: Counters, name: str, *labels: str) -> dict[str, float]:
+    """Add up what a counter grew by, by the values of labels joined by a colon."""
+    sums: dict[str, float] = defaultdict(float)
+    for (sample, pairs), value in grown.items():
+        if sample == name and value:
+            of = dict(pairs)
+            sums[":".join(of[label] for label in labels)] += value
+    return dict(sums)
+
+
+def _prefix_share(steps: dict[str, float]) -> float | None:
+    if not steps:
+        return None
+    return sum(n for name, n in steps.items() if name.startswith("prefix:")) / sum(steps.values())

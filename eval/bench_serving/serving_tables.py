@@ -1,0 +1,80 @@
+"""Runs of servers as a Markdown table."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable
+
+from eval.bench_serving.rates import ALL_AT_ONCE
+from eval.markdown import table
+
+# Column, the figure of a row, its format. Each cell also has its ratio to the baseline's.
+_FIGURES: tuple[tuple[str, Callable[[dict], float | None], str], ...] = (
+    ("output tokens/s", lambda row: row["output_tokens_per_s"], ".0f"),
+    ("requests/s", lambda row: row["requests_per_s"], ".2f"),
+    ("TTFT p50", lambda row: row["ttft_ms"]["p50"], ".0f"),
+    ("TPOT p50", lambda row: row["tpot_ms"]["p50"], ".2f"),
+    ("TPOT p99", lambda row: row["tpot_ms"]["p99"], ".2f"),
+)
+
+
+def markdown(rows: list[dict], settings: dict, baseline: str | None = None) -> str:
+    """Tabulate each load at each rate: medians over alternations, and ratios of them.
+
+    baseline  of the ratios; None: the first backend of the call. Raises ValueError if it did not
+              run.
+    """
+    baseline = baseline or settings["baseline"]
+    if baseline not in {row["backend"] for row in rows}:
+        raise ValueError(f"--baseline {baseline}: the file has no run of it")
+    groups: dict[tuple[str, str], dict[str, list[dict]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        groups[row["load"], row["rate"]][row["backend"]].append(row)
+    columns = ("load", "rate", "backend", *(name for name, _, _ in _FIGURES))
+    lines = [
+        (load, _rate(rate), backend, *_cells(own, backends.get(baseline, [])), *_ends(own))
+        for (load, rate), backends in groups.items()
+        for backend, own in backends.items()
+    ]
+    most = max(len(own) for backends in groups.values() for own in backends.values())
+    repeats = f"medians over {most} servers, " if most > 1 else ""
+    return (
+        f"Model shape {settings['model_shape']}, at most {settings['max_running']} requests run at "
+        f"once. Times in ms; {repeats}in brackets the ratio to {baseline}.\n\n"
+        + table((*columns, "cached", "prefix steps", "KV read", "completed"), lines)
+    )
+
+
+def _cells(own: list[dict], base: list[dict]) -> list[str]:
+    return [_cell(_median(own, of), _median(base, of), form) for _, of, form in _FIGURES]
+
+
+def _cell(value: float | None, base: float | None, form: str) -> str:
+    if value is None:
+        return "-"
+    return f"{value:{form}}" + (f" ({value / base:.3f})" if base else "")
+
+
+def _ends(own: list[dict]) -> tuple[str, ...]:
+    """Say where the prompts came from, what our steps were, and whether all was answered."""
+    sent, completed = (sum(row[name] for row in own) for name in ("sent", "completed"))
+    read, of = (
+        sum(row["kv_bytes"].get(kind, 0) for row in own) for kind in ("read", "query_centric")
+    )
+    prefix = _median(own, lambda row: row["prefix_share"])
+    return (
+        f"{_median(own, lambda row: row['cached_share']):.0%}",
+        "-" if prefix is None else f"{prefix:.0%}",
+        f"{read / of:.0%}" if of else "-",
+        "all" if sent == completed else f"{completed} of {sent}",
+    )
+
+
+def _median(rows: list[dict], of: Callable[[dict], float | None]) -> float | None:
+    known = [value for value in map(of, rows) if value is not None]
+    return statistics.median(known) if known else None
+
+
+def _rate(label: str) -> str:
+    return "all at once" if label == ALL_AT_ONCE else f"{label}" + "/s" * (label[-1] != "%")

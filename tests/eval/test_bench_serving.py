@@ -1,0 +1,293 @@
+"""eval.bench_serving: what it asks of servers and client, keeps, and says when they fail.
+
+Server and client are stand-ins on the search path, started like the real ones; the real ones run in
+tests/sglang/test_serving.py.
+"""
+
+import json
+import os
+import socket
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from eval import provenance, report
+from eval.bench_serving import __main__ as bench
+from eval.bench_serving import rates, resume, serving_row
+from tests.support.stand_in_server import assert_ended, write_stand_in
+
+LOADS = "2x3:5+2:4,1x4:6+1:3"
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    package = write_stand_in(tmp_path / "site")
+    path = os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    return package
+
+
+@pytest.fixture
+def run(package, tmp_path):
+    """main() with two backends and two loads unless said otherwise: (exit status, rows)."""
+    out = tmp_path / "out.json"
+
+    def call(*extra, backends="torch_native,prefix"):
+        arguments = ["--device", "cpu", "--model-shape", "tiny", "--json", str(out)]
+        status = bench.main([*arguments, "--backends", backends, "--loads", LOADS, *extra])
+        return status, provenance.load(out)["rows"] if out.exists() else None
+
+    call.out = out
+    return call
+
+
+def calls(package):
+    return [json.loads(line) for line in (package / "calls").read_text().splitlines()]
+
+
+def value(call, flag):
+    return call[call.index(flag) + 1]
+
+
+def test_each_backend_serves_every_load_at_every_rate(run, package, capsys):
+    status, rows = run("--rates", "50%,inf,7", "--alternations", "2")
+    assert status == 0
+    keys = [resume.key(row) for row in rows]
+    assert len(set(keys)) == len(keys) == 2 * 3 * 2 * 2
+    order = list(dict.fromkeys((row["alternation"], row["backend"]) for row in rows))
+    assert order == [(0, "torch_native"), (0, "prefix"), (1, "prefix"), (1, "torch_native")]
+    asked = {(row["load"], row["rate"]): row["asked_requests_per_s"] for row in rows}
+    # The stand-in serves 3 and 2 requests/s when all come at once.
+    loads = LOADS.split(",")
+    assert [asked[load, "50%"] for load in loads] == [1.5, 1.0]
+    assert [asked[load, r] for load in loads for r in ("inf", "7")] == [None, 7.0] * 2
+    sent = Counter(value(call, "--request-rate") for call in calls(package))
+    assert sent == {"inf": 8, "7": 8, "1.5": 4, "1": 4}
+    assert_ended(package)
+    printed = capsys.readouterr().out
+    assert "prefix is up after" in printed and "prefix, 2x3:5+2:4 at 50% ..." in printed
+
+
+def test_a_row_has_what_client_server_and_log_say(run):
+    row = run()[1][0]
+    assert (row["load"], row["backend"], row["rate"]) == ("2x3:5+2:4", "torch_native", "inf")
+    assert (row["sent"], row["completed"], row["output_tokens"]) == (6, 6, 24)
+    assert row["requests_per_s"] == 3.0 and row["output_tokens_per_s"] == 12.0
+    assert row["ttft_ms"] == {"mean": 10.0, "p50": 10.0, "p99": 10.0} == row["e2e_ms"]
+    assert row["cached_share"] == 0.25
+    assert row["attention"]["attention_backend"] == "fa3"
+    # Six warm-up requests were before; one the client's. The log is read from the run's begin on.
+    assert row["steps"] == {"prefix:r": 1.0} and row["prefix_share"] == 1.0
+    assert row["peak_running"] == 7
+
+
+def test_the_client_is_asked_for_exact_requests(run, package):
+    run("--seed", "5")
+    first = calls(package)[0]
+    assert value(first, "--dataset-name") == "generated-shared-prefix"
+    assert value(first, "--gsp-question-len") == "2" and value(first, "--seed") == "5"
+    assert value(first, "--warmup-requests") == "0" and "--cache-report" in first
+
+
+def test_a_client_that_fails_is_told_with_its_log(run, package, capsys):
+    (package / "behaviour").write_text("fails")
+    status, rows = run()
+    assert (status, rows) == (1, None)
+    error = capsys.readouterr().err
+    assert "torch_native stopped: SGLang's client ended with status 1" in error
+    assert "prefix stopped" in error and "no such dataset" in error
+    assert_ended(package)
+
+
+def test_a_server_that_dies_under_load_ends_the_client(run, package, capsys):
+    (package / "behaviour").write_text("kills the server")
+    status, rows = run()
+    assert (status, rows) == (1, None)
+    error = capsys.readouterr().err
+    assert "ended with status 9 while 2x3:5+2:4 was sent" in error and "says hello" in error
+    assert_ended(package)
+
+
+def test_a_server_that_does_not_start_is_told_with_its_log(run, package, capsys):
+    status, rows = run("--server-arguments=--dies")
+    assert (status, rows) == (1, None)
+    error = capsys.readouterr().err
+    assert "ended with status 7 before it was healthy" in error and "the reason why" in error
+
+
+def test_a_taken_port_is_told(run, package, capsys):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert run("--port", str(port))[0] == 1
+    assert f"port {port} is not free" in capsys.readouterr().err
+    assert not (package / "child").exists()
+
+
+def test_resume_keeps_whole_loads_only(run, package):
+    rows = run()[1]
+    (package / "calls").unlink()
+    assert run("--resume") == (0, rows)
+    assert not (package / "calls").exists()
+    # The last load lacks a backend: both measure it again. The other load is kept.
+    result = provenance.load(run.out)
+    provenance.save(run.out, result["meta"], rows[:-1])
+    status, again = run("--resume")
+    assert status == 0 and len(calls(package)) == 2
+    assert {value(call, "--gsp-num-groups") for call in calls(package)} == {"1"}
+    assert sorted(map(resume.key, again)) == sorted(map(resume.key, rows))
+    assert provenance.load(run.out)["meta"]["loads"].keys() == set(LOADS.split(","))
+
+
+def test_resume_adds_a_load_to_those_that_are_there(run, package):
+    run()
+    status, rows = run("--resume", "--loads", "1x1:1+1:1")
+    assert status == 0 and len(rows) == 6 and len(calls(package)) == 6
+    assert len(provenance.load(run.out)["meta"]["loads"]) == 3
+
+
+def test_resume_refuses_another_machine_or_setting(run):
+    run()
+    with pytest.raises(SystemExit, match="settings differ"):
+        run("--resume", "--seed", "2")
+    result = provenance.load(run.out)
+    provenance.save(run.out, result["meta"] | {"gpu": "another"}, result["rows"])
+    with pytest.raises(SystemExit, match="gpu differ"):
+        run("--resume")
+    loads = {name: facts | {"source": "a trace"} for name, facts in result["meta"]["loads"].items()}
+    provenance.save(run.out, result["meta"] | {"loads": loads}, result["rows"])
+    with pytest.raises(SystemExit, match="2x3:5.2:4, 1x4:6.1:3 differ"):
+        run("--resume")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rates", "70%"], "argument --rates: 70% is of the run inf"),
+        (["--rates", "inf,inf"], "argument --rates: names one twice"),
+        (["--rates", "0"], "argument --rates"),
+        (["--rates", "x%"], "argument --rates: 'x' is no number"),
+        (["--loads", "gps"], "load 'gps': known are"),
+        (["--loads", "gsp,gsp"], "argument --loads: names one twice"),
+        (["--resume"], "--resume needs --json"),
+    ],
+)
+def test_bad_arguments_are_named(capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        bench.main(["--device", "cpu", *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_rates_of_what_did_not_run_are_left_out():
+    assert rates.parse("12.5").resolve(None) == 12.5
+    with pytest.raises(ValueError, match="70% of what is not known"):
+        rates.parse("70%").resolve(None)
+    assert [r.label for r in rates.in_order(list(map(rates.parse, ("70%", "3", "inf"))))] == [
+        "inf",
+        "3",
+        "70%",
+    ]
+
+
+REPORT = {
+    "duration": 2.0, "total_input_tokens": 30, "total_output_tokens": 7, "request_throughput": 1.0,
+    "output_throughput": 3.5, "output_lens": [4, 0, 3], "errors": ["", "Trace\nRefused: x", ""],
+    "server_info": {},
+    "cache_report": {"total_cached_tokens": 0, "total_prompt_tokens": 0},
+    **{f"{f}_{m}_ms": 1.0 for f in ("mean", "median", "p99")
+       for m in ("ttft", "tpot", "itl", "e2e_latency")},
+}  # fmt: skip
+
+
+def test_failed_and_short_answers_are_not_completed():
+    row = serving_row.row(REPORT, [3, 4, 5], {}, "")
+    assert (row["sent"], row["completed"], row["error"]) == (3, 2, "Refused: x")
+    assert row["steps"] == {} and row["prefix_share"] is None and row["peak_running"] is None
+    assert serving_row.row(REPORT, [4, 4, 3], {}, "")["completed"] == 2
+    assert "2 of 3 completed (Refused: x)" in serving_row.text(row)
+
+
+def test_steps_and_bytes_are_what_the_counters_grew_by():
+    name = "sglang:prefix_attn_steps_total"
+    grown = {
+        (name, (("reason", "a"), ("tp_rank", "0"), ("variant", "prefix"))): 3.0,
+        (name, (("reason", "b"), ("tp_rank", "0"), ("variant", "stock"))): 1.0,
+        ("sglang:prefix_attn_kv_bytes_total", (("kind", "read"),)): 10.0,
+        ("sglang:prefix_attn_kv_bytes_total", (("kind", "unique"),)): 0.0,
+    }
+    log = "Prefill batch, #running-req: 9\nDecode batch, #running-req: 12, #token"
+    row = serving_row.row(REPORT, [3], grown, log)
+    assert row["steps"] == {"prefix:a": 3.0, "stock:b": 1.0} and row["prefix_share"] == 0.75
+    assert row["kv_bytes"] == {"read": 10.0} and row["peak_running"] == 12
+
+
+def row_of(backend, tpot, alternation=0, rate="inf", **changes):
+    figures = {"mean": tpot, "p50": tpot, "p99": 2 * tpot}
+    rates = {"requests_per_s": 100 / tpot, "output_tokens_per_s": 1e5 / tpot}
+    return rates | {
+        "backend": backend, "load": "gsp", "rate": rate, "alternation": alternation,
+        "sent": 10, "completed": 10, "cached_share": 0.5, "prefix_share": None, "kv_bytes": {},
+        **dict.fromkeys(serving_row.LATENCIES, figures), **changes,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def table(tmp_path, capsys):
+    def make(rows, *arguments):
+        path = tmp_path / "serving.json"
+        settings = {"model_shape": "llama3.1-8b", "max_running": 256, "baseline": "default"}
+        meta = provenance.collect("eval.bench_serving", ["--x"], settings=settings)
+        provenance.save(path, meta, rows)
+        report.main([str(path), *arguments])
+        return capsys.readouterr().out
+
+    return make
+
+
+def test_the_report_has_ratios_to_the_first_or_a_chosen_backend(table):
+    ours = {"prefix_share": 0.9, "kv_bytes": {"read": 30.0, "query_centric": 100.0}}
+    rows = [
+        row_of("default", 20.0),
+        row_of("prefix", 10.0, **ours),
+        row_of("default", 30.0, alternation=1),
+        row_of("prefix", 10.0, alternation=1, completed=9, **ours),
+        row_of("prefix", 5.0, rate="70%"),
+    ]
+    text = table(rows)
+    assert "medians over 2 servers, in brackets the ratio to default" in text
+    throughput = "4167 (1.000) | 4.17 (1.000)"  # medians of 5000, 3333 and of 5, 3.33
+    times = "25 (1.000) | 25.00 (1.000) | 50.00 (1.000)"
+    assert f"| gsp | all at once | default | {throughput} | {times} | 50% | - | - | all |" in text
+    times = "10 (0.400) | 10.00 (0.400) | 20.00 (0.400)"
+    ends = "50% | 90% | 30% | 19 of 20 |"
+    assert (
+        f"| gsp | all at once | prefix | 10000 (2.400) | 10.00 (2.400) | {times} | {ends}" in text
+    )
+    assert "| gsp | 70% | prefix | 20000 | 20.00 | 5 | 5.00 | 10.00 |" in text
+    assert "`serving.json`: " in text and "python -m eval.bench_serving --x" in text
+    assert "the ratio to prefix" in table(rows, "--baseline", "prefix")
+
+
+def test_a_baseline_that_did_not_run_is_named(table, capsys):
+    with pytest.raises(SystemExit):
+        table([row_of("prefix", 1.0)], "--baseline", "fa3")
+    assert "--baseline fa3" in capsys.readouterr().err
+
+
+def test_a_file_of_requests_takes_the_client_that_reads_it(package, tmp_path):
+    """Which module is started for what; the real one runs in tests/sglang."""
+    from eval.bench_serving.client import Client
+    from eval.workloads.catalogue import Choice, build
+    from eval.workloads.load import Scale
+
+    client = Client(tmp_path / "model", 1000, tmp_path / "runs", 1)
+    load = build("tree", Choice(1, 8192, Scale(0.01, 0.1)))
+    home = tmp_path / "home"
+    home.mkdir()
+    words = client._words(home, "http://x", load, 2.0, tmp_path / "report")
+    assert words[0] == "eval.bench_serving.request_client"
+    assert len(Path(value(words, "--dataset-path")).read_text().splitlines()) == 84
+    groups = build("gsp", Choice(1, 8192))
+    assert client._words(home, "http://x", groups, 2.0, tmp_path)[0] == "sglang.bench_serving"
