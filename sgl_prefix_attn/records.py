@@ -97,6 +97,8 @@ class Forest:
     tail_parent int32 [B]    node that the request's tail hangs below, -1 if it shares nothing
     tail_start  int32 [B]    first KV position of the tail, which ends at seq_len
     seq_lens    int32 [B]
+    query_lens  int32 [B]    the request's newest tokens that attend, each to itself and to all
+                             before it; None: one token each
     """
 
     parent: np.ndarray
@@ -106,6 +108,7 @@ class Forest:
     tail_parent: np.ndarray
     tail_start: np.ndarray
     seq_lens: np.ndarray
+    query_lens: np.ndarray | None = None
 
     @property
     def unique_tokens(self) -> int:

@@ -6,24 +6,27 @@ from sgl_prefix_attn.jit import cached_njit
 from sgl_prefix_attn.records import Forest, PathTable
 
 
-def build_forest(paths: PathTable) -> Forest:
+def build_forest(paths: PathTable, query_lens: np.ndarray | None = None) -> Forest:
     """Compress the paths of a batch into the forest of its shared nodes.
 
     A node with one request is part of that request's tail: splitting it off could save nothing. A
     node whose only child has the same requests is joined with the child. O(N + B).
-    Raises ValueError, naming the row, when a path is not shorter than its request.
+    query_lens int32 [B]: how many tokens of each request attend, None: one.
+    Raises ValueError, naming the row, when a path holds more than what comes before those tokens.
     """
     columns = _build(paths.parent, paths.length, paths.leaf)
     parent, start, end, num_queries, tail_parent, tail_start, path_len = columns
-    too_long = np.flatnonzero(path_len >= paths.seq_lens)
+    too_long = np.flatnonzero(path_len > paths.seq_lens - (1 if query_lens is None else query_lens))
     if too_long.size:
         row = int(too_long[0])
         raise ValueError(
             f"paths[{row}] holds {path_len[row]} tokens but seq_lens[{row}] is "
-            f"{paths.seq_lens[row]}: a path must be shorter than its request, whose token being "
-            "decoded is private"
+            f"{paths.seq_lens[row]}: a path must be shorter than its request, whose tokens that "
+            "attend are private"
         )
-    return Forest(parent, start, end, num_queries, tail_parent, tail_start, paths.seq_lens)
+    return Forest(
+        parent, start, end, num_queries, tail_parent, tail_start, paths.seq_lens, query_lens
+    )
 
 
 @cached_njit

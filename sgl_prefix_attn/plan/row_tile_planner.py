@@ -11,18 +11,16 @@ from sgl_prefix_attn.jit import cached_njit
 from sgl_prefix_attn.kernels.gluon import words as W
 from sgl_prefix_attn.plan.capacity import UNLIMITED, Capacity
 from sgl_prefix_attn.plan.forest import build_forest
-from sgl_prefix_attn.plan.row_tile_time import RowTileRates, part_costs, predict_us
-from sgl_prefix_attn.plan.row_tile_words import RowTilePlan, serialize_row_tiles
-from sgl_prefix_attn.plan.row_tiles import (
-    B_MASKED,
-    Cut,
+from sgl_prefix_attn.plan.query_rows import (
     LeafOrder,
-    RowTiles,
+    cut_at_requests,
     cut_at_roots,
     cut_evenly,
-    make_tiles,
     order_leaves,
 )
+from sgl_prefix_attn.plan.row_tile_time import RowTileRates, part_costs, predict_us
+from sgl_prefix_attn.plan.row_tile_words import RowTilePlan, serialize_row_tiles
+from sgl_prefix_attn.plan.row_tiles import B_MASKED, Cut, RowTiles, make_tiles
 from sgl_prefix_attn.records import Forest, HeadConfig, PathTable
 
 # Blocks that a part of a split tile has at least: a shorter one is mostly fixed cost.
@@ -32,9 +30,10 @@ HOPELESS = 1.6
 
 
 class RowTilePlanner:
-    """Plans decode steps of one head configuration; holds no state between plans.
+    """Plans steps of one head configuration; holds no state between plans.
 
-    Of several cuts it takes those whose plans fit `capacity`.
+    Of several cuts it takes those whose plans fit `capacity`. A step whose requests have one query
+    each may grow by `headroom` tokens; one with several serves one step.
 
     Raises ValueError for a group of more query heads than a tile has rows.
     """
@@ -60,12 +59,15 @@ class RowTilePlanner:
         self.headroom = headroom
         self.capacity = capacity
 
-    def plan(self, paths: PathTable) -> RowTilePlan:
-        """Plan one decode step. Raises ValueError for paths that do not add up."""
-        return self.plan_forest(build_forest(paths))
+    def plan(self, paths: PathTable, query_lens: np.ndarray | None = None) -> RowTilePlan:
+        """Plan one step of as many queries a request (int32 [B], None: one, a decode step).
+
+        Raises ValueError for paths that do not add up.
+        """
+        return self.plan_forest(build_forest(paths, query_lens))
 
     def plan_forest(self, forest: Forest) -> RowTilePlan:
-        """Plan one decode step by the cut that is predicted to be fastest of those that fit; by the
+        """Plan one step by the cut that is predicted to be fastest of those that fit; by the
         fastest of all, which is too large, where none does."""
         too_large: RowTilePlan | None = None
         blocks = math.inf
@@ -95,14 +97,16 @@ class RowTilePlanner:
 
     def serialize(self, forest: Forest, cut: Cut) -> RowTilePlan:
         """The plan of one of a forest's cuts."""
-        return serialize_row_tiles(forest, cut, self.heads.group_size, self.headroom)
+        headroom = self.headroom if forest.query_lens is None else 0
+        return serialize_row_tiles(forest, cut, self.heads.group_size, headroom)
 
     def cuts(self, forest: Forest) -> Iterator[Cut]:
-        """Every cut that is worth predicting: tile widths by halves, cut evenly or at the roots,
-        whole or split until every CTA has a ticket."""
+        """Every cut that is worth predicting: tile widths by halves, cut evenly, at the roots or,
+        where requests have several queries, between requests; whole or split until every CTA has
+        a ticket."""
         leaves = order_leaves(forest)
-        batch = leaves.request.size
-        if batch == 0:
+        queries = leaves.request.size
+        if queries == 0:
             nothing = make_tiles(forest, leaves, np.zeros(1, np.int32), self.heads.group_size)
             yield Cut(leaves, nothing, np.zeros(0, np.int64), np.zeros(0), self.rates.fixed)
             return
@@ -110,7 +114,10 @@ class RowTilePlanner:
         unique_tokens = forest.unique_tokens
         seen = set()
         while most >= 1:
-            for edge in (cut_evenly(batch, most), cut_at_roots(leaves.root, most)):
+            edges = [cut_evenly(queries, most), cut_at_roots(leaves.root, most)]
+            if forest.query_lens is not None:
+                edges.append(cut_at_requests(leaves.after, most))
+            for edge in edges:
                 if edge.tobytes() not in seen:
                     seen.add(edge.tobytes())
                     tiles = make_tiles(forest, leaves, edge, self.heads.group_size)

@@ -29,7 +29,7 @@ _make_key = njit(W.make_key)
 
 @dataclass(frozen=True)
 class RowTilePlan:
-    """One decode step as row tiles, a StepPlan.
+    """One step as row tiles, a StepPlan.
 
     words         int32 [...]  layout in kernels/gluon/words.py
     num_blocks    blocks of slots and keys that the step needs, growth included
@@ -75,8 +75,8 @@ def serialize_row_tiles(forest: Forest, cut: Cut, group_size: int, headroom: int
     tiles, parts = cut.tiles, cut.parts
     order = np.argsort(-cut.costs / parts, kind="stable").astype(np.int32)
     words, num_blocks, num_partial_tiles, num_counters, longest = _serialize(
-        cut.leaves.request, tiles.edge, tiles.offset, tiles.run, tiles.blocks, parts, order,
-        forest.seq_lens, W.item_words(group_size), group_size, headroom,
+        cut.leaves.request, cut.leaves.query, tiles.edge, tiles.offset, tiles.run, tiles.blocks,
+        parts, order, forest.seq_lens, W.item_words(group_size), group_size, headroom,
     )  # fmt: skip
     return RowTilePlan(
         words=words,
@@ -95,9 +95,10 @@ def serialize_row_tiles(forest: Forest, cut: Cut, group_size: int, headroom: int
 # Not cached on disk: numba's cache does not see a change of the layout's constants.
 @njit
 def _serialize(
-    request, edge, offset, run, blocks, parts, tile_order, seq_lens, item_words, group, headroom
-):
-    num_tiles, batch = edge.size - 1, request.size
+    request, query, edge, offset, run, blocks, parts, tile_order, seq_lens, item_words, group,
+    headroom,
+):  # fmt: skip
+    num_tiles, batch = edge.size - 1, seq_lens.size
     num_items, flag_words, order_words, num_segments = 0, 0, 0, 0
     for t in range(num_tiles):
         count = blocks[t, B_UNMASKED] + blocks[t, B_MASKED]
@@ -145,7 +146,7 @@ def _serialize(
                 words[w + W.I_PARTIAL] = num_partials
                 words[w + W.I_COUNTER] = num_counters
             for i in range(queries):
-                words[w + W.I_QUERIES + i] = request[edge[t] + i]
+                words[w + W.I_QUERIES + i] = query[edge[t] + i]
             taken_masked = taken - taken_unmasked
             _order_blocks(
                 words, order, flags, item, rest, unmasked, sides, sequence,

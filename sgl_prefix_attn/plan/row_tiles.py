@@ -1,9 +1,12 @@
-"""Forest -> row tiles: consecutive requests that one work item attends for, and their KV.
+"""Forest -> row tiles: consecutive queries that one work item attends for, and their KV.
 
-Requests stand in the order of the tree's leaves, so that the requests below a node are a range of
-them. A tile is a range of up to TILE_ROWS / group_size requests with all the KV that they need
-(design note D13): KV that all of its requests share is read in whole, unmasked blocks; what is left
-over, nodes of some of its requests and private tails are packed without gaps into masked blocks.
+Queries stand in the order of the tree's leaves (query_rows.py), so that those below a node are a
+range of them. A tile is a range of up to TILE_ROWS / group_size queries with all the KV that they
+need (design note D13): KV that all of them see is read in whole, unmasked blocks; what is left
+over, nodes of some of its queries and private tails are packed without gaps into masked blocks.
+
+Of several tokens of one request each sees one column more than the one before: in a tile, what the
+first of them sees is one run of KV, and each token behind it a run of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import numpy as np
 
 from sgl_prefix_attn.jit import cached_njit
 from sgl_prefix_attn.kernels.gluon import words as W
+from sgl_prefix_attn.plan.query_rows import LeafOrder
 from sgl_prefix_attn.records import Forest, PlanStats
 
 # Columns of RowTiles.run.
@@ -23,25 +27,10 @@ B_UNMASKED, B_MASKED, B_BOTH, B_SIDE0, B_SIDE1 = range(5)
 
 
 @dataclass(frozen=True)
-class LeafOrder:
-    """Requests with siblings side by side.
-
-    request  int32 [B]  request at each place
-    first    int32 [N]  place of the first request below each node, ...
-    root     int32 [B]  place where the root of each place's request begins; unshared requests
-                        count as one root
-    """
-
-    request: np.ndarray
-    first: np.ndarray
-    root: np.ndarray
-
-
-@dataclass(frozen=True)
 class RowTiles:
     """Tiles of a step, T of them, with R runs of KV in all.
 
-    edge    int32 [T+1]  tile t holds the places [edge[t], edge[t+1]) of LeafOrder
+    edge    int32 [T+1]  tile t holds the places [edge[t], edge[t+1]) of a LeafOrder
     offset  int32 [T+1]  CSR offsets into run
     run     int32 [R,5]  request on whose row the KV stands, first KV position, tokens, and the
                          queries [first, end) of the tile that see them
@@ -57,7 +46,7 @@ class RowTiles:
 
 @dataclass(frozen=True)
 class Cut:
-    """One way to cut a step: the order of its requests, tiles, parts int [T] of each tile, costs
+    """One way to cut a step: the order of its queries, tiles, parts int [T] of each tile, costs
     float [T] of each tile's blocks (row_tile_time.part_costs), and the predicted microseconds."""
 
     leaves: LeafOrder
@@ -89,74 +78,21 @@ class Cut:
         )
 
 
-def order_leaves(forest: Forest) -> LeafOrder:
-    """Depth-first order of the requests; O(N + B), no sorting."""
-    return LeafOrder(*_order(forest.parent, forest.num_queries, forest.tail_parent))
-
-
-@cached_njit
-def _order(parent, num_queries, tail_parent):
-    num_nodes, batch = parent.size, tail_parent.size
-    first = np.empty(num_nodes, np.int32)
-    free = np.empty(num_nodes + 1, np.int32)  # next place below a node; the last one: of the roots
-    free[num_nodes] = 0
-    root = np.empty(batch, np.int32)
-    for node in range(num_nodes):
-        above = parent[node] if parent[node] >= 0 else num_nodes
-        first[node] = free[above]
-        free[node] = free[above]
-        free[above] += num_queries[node]
-        if parent[node] < 0:
-            root[first[node] : first[node] + num_queries[node]] = first[node]
-    unshared = free[num_nodes]
-    root[unshared:] = unshared
-    request = np.empty(batch, np.int32)
-    for row in range(batch):
-        above = tail_parent[row] if tail_parent[row] >= 0 else num_nodes
-        request[free[above]] = row
-        free[above] += 1
-    return request, first, root
-
-
-def cut_evenly(batch: int, most: int) -> np.ndarray:
-    """Edges int32 [T+1] of the fewest tiles of up to `most` requests, all about as large."""
-    tiles = -(-batch // most)
-    return (np.arange(tiles + 1) * batch // tiles).astype(np.int32)
-
-
-@cached_njit
-def cut_at_roots(root: np.ndarray, most: int) -> np.ndarray:
-    """The same for each root by itself: no tile holds requests of two."""
-    edges = np.empty(root.size + 1, np.int32)
-    count = 0
-    first = 0
-    while first < root.size:
-        end = first + 1
-        while end < root.size and root[end] == root[first]:
-            end += 1
-        tiles = -(-(end - first) // most)
-        for i in range(tiles):
-            edges[count] = first + i * (end - first) // tiles
-            count += 1
-        first = end
-    edges[count] = root.size
-    return edges[: count + 1].copy()
-
-
 def make_tiles(forest: Forest, leaves: LeafOrder, edge: np.ndarray, group_size: int) -> RowTiles:
     """Runs and blocks of the tiles between the edges."""
     return RowTiles(
         edge,
         *_tile(
-            forest.parent, forest.start, forest.end, forest.num_queries, forest.tail_parent,
-            forest.tail_start, forest.seq_lens, leaves.request, leaves.first, edge, group_size,
+            forest.parent, forest.start, forest.end, forest.tail_parent, forest.tail_start,
+            forest.seq_lens, leaves.request, leaves.after, leaves.first, leaves.last, edge,
+            group_size,
         ),
     )  # fmt: skip
 
 
 @cached_njit
 def _tile(
-    parent, start, end, num_queries, tail_parent, tail_start, seq_lens, request, first, edge, group
+    parent, start, end, tail_parent, tail_start, seq_lens, request, after, first, last, edge, group
 ):
     num_tiles, num_nodes = edge.size - 1, parent.size
     offset = np.zeros(num_tiles + 1, np.int32)
@@ -169,8 +105,9 @@ def _tile(
         low, high = edge[t], edge[t + 1]
         for place in range(low, high):
             row = request[place]
+            another = place > low and request[place - 1] == row
             depth = 0
-            node = tail_parent[row]
+            node = -1 if another else tail_parent[row]
             while node >= 0 and seen[node] != t:
                 seen[node] = t
                 chain[depth] = node
@@ -186,13 +123,14 @@ def _tile(
                 run[size, R_START] = start[node]
                 run[size, R_LEN] = end[node] - start[node]
                 run[size, R_FIRST] = max(first[node], low) - low
-                run[size, R_END] = min(first[node] + num_queries[node], high) - low
+                run[size, R_END] = min(last[node], high) - low
                 size += 1
+            sees = seq_lens[row] - after[place]
             run[size, R_REQUEST] = row
-            run[size, R_START] = tail_start[row]
-            run[size, R_LEN] = seq_lens[row] - tail_start[row]
+            run[size, R_START] = sees - 1 if another else tail_start[row]
+            run[size, R_LEN] = sees - run[size, R_START]
             run[size, R_FIRST] = place - low
-            run[size, R_END] = place - low + 1
+            run[size, R_END] = min(place + after[place] + 1, high) - low
             size += 1
         offset[t + 1] = size
         count_blocks(run, offset[t], size, high - low, group, blocks[t])

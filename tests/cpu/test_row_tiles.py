@@ -14,8 +14,8 @@ from sgl_prefix_attn.kernels.gluon import words as W
 from sgl_prefix_attn.plan import row_tile_time, row_tile_words, row_tiles
 from sgl_prefix_attn.plan.capacity import UNLIMITED, Capacity
 from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.query_rows import cut_at_roots, order_leaves
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner, parts_within
-from sgl_prefix_attn.plan.row_tiles import cut_at_roots, order_leaves
 from sgl_prefix_attn.records import HeadConfig, PathTable
 from tests.support.forests import LENGTHS, path_table, path_tables, random_paths
 from tests.support.problems import make_problem
