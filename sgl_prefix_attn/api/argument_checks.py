@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from sgl_prefix_attn.records import HeadConfig, PathTable, Plan
+from sgl_prefix_attn.records import Forest, HeadConfig, PathTable
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -38,6 +38,20 @@ def lengths(seq_lens: torch.Tensor | Sequence[int]) -> np.ndarray:
     most = np.iinfo(np.int32).max
     if (row := _first((array < 1) | (array > most))) is not None:
         raise ValueError(f"seq_lens[{row}] is {array[row]}, must be 1 to {most}")
+    return array.astype(np.int32)
+
+
+def query_lens(lens: torch.Tensor | Sequence[int] | None, seq_lens: np.ndarray) -> np.ndarray:
+    """Return query_lens as int32 [B], each at least 1 and at most its seq_len; None: 1 each."""
+    if lens is None:
+        return np.ones(seq_lens.size, np.int32)
+    array = _integers("query_lens", lens)
+    if array.size != seq_lens.size:
+        raise ValueError(f"query_lens has {array.size} rows, seq_lens {seq_lens.size}")
+    if (row := _first((array < 1) | (array > seq_lens))) is not None:
+        raise ValueError(
+            f"query_lens[{row}] is {array[row]}, must be 1 to seq_lens[{row}], {seq_lens[row]}"
+        )
     return array.astype(np.int32)
 
 
@@ -109,13 +123,13 @@ def max_slot(name: str, table: torch.Tensor, pool: torch.Tensor, seq_lens: np.nd
     return int(used.max())
 
 
-def slots_agree(plan: Plan, req_to_token: torch.Tensor, pool: torch.Tensor) -> None:
+def slots_agree(forest: Forest, req_to_token: torch.Tensor, pool: torch.Tensor) -> None:
     """Check that requests of one shared node have the same slots there.
 
     Every request is compared with the first one of its deepest shared node, and those first ones
     with their parent node's: all pairs agree if these do. One look at the device for all.
     """
-    forest, batch = plan.forest, plan.batch_size
+    batch = forest.tail_parent.size
     sharing = np.flatnonzero(forest.tail_parent >= 0)
     first = np.full(forest.parent.size, batch)  # first request below each node
     np.minimum.at(first, forest.tail_parent[sharing], sharing)

@@ -197,7 +197,7 @@ class PrefixDecodeWrapper:
     ) -> None:
         """Plan and load; `name` is the caller's argument that req_to_token [R, C] came from."""
         plan = self._planner.plan(table)
-        checks.slots_agree(plan, req_to_token, pool)
+        checks.slots_agree(plan.forest, req_to_token, pool)
         self._max_slot = checks.max_slot(name, req_to_token, pool, plan.seq_lens)
         if not self._executor.capacity.covers(plan):
             self._grow_to(self._executor.capacity.grown_to(Capacity.for_plans(plan)))

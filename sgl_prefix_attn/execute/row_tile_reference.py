@@ -136,6 +136,15 @@ def run_items(
         yield item, queries, b_out, b_lse
 
 
+def output_rows(words: torch.Tensor, group: int) -> torch.Tensor:
+    """int64 [...]: the rows of q that have a place in a tile, each once."""
+    size = W.item_words(group)
+    items = words[W.HEADER_WORDS :][: int(words[W.H_NUM_ITEMS]) * size].view(-1, size).long()
+    queries = items[:, W.I_QUERIES :]
+    there = torch.arange(queries.shape[1]) * group < items[:, W.I_ROWS, None]
+    return queries[there].unique()
+
+
 def _attend(words, i, item, q, k_cache, v_cache, blocks, sm_scale, cap, group):
     """q [Hkv, rows, D] over an item's blocks: out and base-2 LSE. Rows without a token: 0, -inf."""
     planned = item[W.I_BLOCKS]

@@ -7,8 +7,10 @@ import torch
 import torch.distributed
 
 from sgl_prefix_attn.plan.costs import CostModel
+from sgl_prefix_attn.plan.row_tile_time import RowTileRates
 from sgl_prefix_attn.predict import store
 from sgl_prefix_attn.predict.record import Calibration, CalibrationKey
+from sgl_prefix_attn.predict.row_tile_rates import row_tile_rates
 from sgl_prefix_attn.records import HeadConfig
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,16 @@ def default_costs(
         return CostModel.for_gpu("cpu", heads, dtype.itemsize)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     return store.find(gpu_key(device, heads, dtype, page_size), num_sms).calibration.costs
+
+
+def default_rates(
+    device: torch.device, heads: HeadConfig, dtype: torch.dtype, page_size: int
+) -> RowTileRates:
+    """Return the rates that a server plans row tiles of such layers with; see default_costs."""
+    if device.type != "cuda":
+        return RowTileRates()
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return row_tile_rates(store.find(gpu_key(device, heads, dtype, page_size), num_sms).calibration)
 
 
 def _found(key: CalibrationKey, num_sms: int) -> Calibration:

@@ -9,6 +9,7 @@ import torch
 from sgl_prefix_attn.engine import build, sglang_config
 from sgl_prefix_attn.execute import self_test
 from sgl_prefix_attn.execute.backends.torch_backend import TorchBackend
+from sgl_prefix_attn.execute.backends.torch_row_tiles import TorchRowTiles
 from sgl_prefix_attn.execute.self_test import KernelsHang, check_kernels, self_test_paths
 from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.plan.forest import build_forest
@@ -16,7 +17,7 @@ from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.records import HeadConfig
 from sgl_prefix_attn.settings import Settings
 from tests.support.parallel import ranks
-from tests.support.torch_row_tiles import TorchRowTiles, say_that_row_tiles_run
+from tests.support.torch_row_tiles import say_that_row_tiles_run
 
 HEADS = HeadConfig(8, 2, 16)
 FORCED = Settings(kernels="row_tiles")

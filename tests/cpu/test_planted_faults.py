@@ -8,6 +8,7 @@ import torch
 from eval.compare_outputs import faults
 from sgl_prefix_attn import plan as plan_module
 from sgl_prefix_attn.execute import reference
+from sgl_prefix_attn.execute.backends.torch_row_tiles import TorchRowTiles
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.params import Capacity
 from sgl_prefix_attn.kernels import layout as L
@@ -18,7 +19,6 @@ from tests.support.forests import planner
 from tests.support.plan_faults import FAULTS
 from tests.support.problems import assert_attention, make_problem
 from tests.support.running import load, loaded, run
-from tests.support.torch_row_tiles import TorchRowTiles
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 HEADS = HeadConfig(8, 2, 64)

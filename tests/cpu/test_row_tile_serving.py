@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sgl_prefix_attn.execute.backends.torch_row_tiles import TorchRowTiles
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.params import Capacity, LayerParams
 from sgl_prefix_attn.execute.reference import full_attention
@@ -23,7 +24,6 @@ from sgl_prefix_attn.step.preparer import StepPreparer
 from tests.support.calibrations import calibration
 from tests.support.fake_sglang import World
 from tests.support.forests import path_table, path_tables
-from tests.support.torch_row_tiles import TorchRowTiles
 
 HEADS = HeadConfig(8, 2, 16)
 HEADROOM = 5

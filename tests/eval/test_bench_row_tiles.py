@@ -6,9 +6,9 @@ import torch
 from eval import bench_row_tiles
 from eval.bench_kernel.case import build_case
 from eval.bench_kernel.trees import Tree
+from sgl_prefix_attn.execute.backends.torch_row_tiles import TorchRowTiles
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.records import HeadConfig
-from tests.support.torch_row_tiles import TorchRowTiles
 
 HEADS = HeadConfig(8, 2, 16)
 

@@ -6,8 +6,9 @@ import pytest
 from filelock import FileLock
 
 from eval.tiny_model import write_tiny_llama
+from sgl_prefix_attn.execute.backends.torch_row_tiles import TorchRowTiles
 from tests.sglang.engine import PREFIX, Config, Run, result, run
-from tests.support.torch_row_tiles import TorchRowTiles, say_that_row_tiles_run
+from tests.support.torch_row_tiles import say_that_row_tiles_run
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Which kernels a device can run: the one place that knows all backends."""
 
 import os
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -10,6 +11,9 @@ from sgl_prefix_attn.execute.backends.torch_backend import TorchBackend
 from sgl_prefix_attn.execute.backends.triton_backend import TritonBackend
 from sgl_prefix_attn.plan.tiles import TileSet
 from sgl_prefix_attn.records import HeadConfig
+
+if TYPE_CHECKING:
+    from sgl_prefix_attn.execute.backends.gluon_backend import GluonBackend
 
 _HOPPER = (9, 0)
 
@@ -27,6 +31,22 @@ def why_no_row_tiles(device: torch.device, heads: HeadConfig, dtype: torch.dtype
     except Exception:
         return f"triton:{triton.__version__}"
     return GluonBackend.capabilities.why_not(heads, dtype)
+
+
+def row_tile_backend(device: torch.device, heads: HeadConfig, dtype: torch.dtype) -> GluonBackend:
+    """Make what runs row tiles: their kernel on a Hopper GPU, torch on a CPU.
+
+    Raises ValueError naming what stands against them on any other device or for such layers.
+    """
+    why_not = why_no_row_tiles(device, heads, dtype)
+    if why_not not in (None, "device:cpu"):
+        raise ValueError(
+            f"several query tokens a request need a Hopper GPU (sm_90) or a CPU; here: {why_not}"
+        )
+    from sgl_prefix_attn.execute.backends.gluon_backend import GluonBackend
+    from sgl_prefix_attn.execute.backends.torch_row_tiles import TorchRowTiles
+
+    return (GluonBackend if why_not is None else TorchRowTiles)(heads, dtype, device)
 
 
 def backend_class(device: torch.device) -> type[TritonBackend] | type[TorchBackend]:
