@@ -1,0 +1,1 @@
+"""Attention of several tokens a request: see __main__.py."""
