@@ -1,5 +1,7 @@
 """Which kernels a device can run: the one place that knows all backends."""
 
+from __future__ import annotations
+
 import os
 from typing import TYPE_CHECKING
 
