@@ -18,15 +18,9 @@ from sgl_prefix_attn.execute.params import Capacity, LayerParams
 from sgl_prefix_attn.kernels.gluon import words as W
 from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.query_rows import cut_at_roots, cut_evenly, order_leaves
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
-from sgl_prefix_attn.plan.row_tiles import (
-    B_MASKED,
-    Cut,
-    cut_at_roots,
-    cut_evenly,
-    make_tiles,
-    order_leaves,
-)
+from sgl_prefix_attn.plan.row_tiles import B_MASKED, Cut, make_tiles
 from sgl_prefix_attn.plan.tile_defaults import default_tile_set
 from sgl_prefix_attn.predict.startup import default_costs
 from sgl_prefix_attn.records import Forest, PlanStats

@@ -18,9 +18,10 @@ from sgl_prefix_attn.kernels.gluon import words as W
 from sgl_prefix_attn.plan.costs import CostModel
 from sgl_prefix_attn.plan.packs import make_packs
 from sgl_prefix_attn.plan.profit import choose_packing
+from sgl_prefix_attn.plan.query_rows import cut_evenly, order_leaves
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.plan.row_tile_words import RowTilePlan, serialize_row_tiles
-from sgl_prefix_attn.plan.row_tiles import Cut, RowTiles, count_blocks, cut_evenly, order_leaves
+from sgl_prefix_attn.plan.row_tiles import Cut, RowTiles, count_blocks
 from sgl_prefix_attn.records import Forest
 
 # Requests and KV of one tile: places of its requests in the order of leaves, and runs as rows of
@@ -66,9 +67,9 @@ def strategy_cut(planner: RowTilePlanner, forest: Forest, name: str, costs: Cost
         width = 1 if name == "query" else most
         while width >= 1:
             tiles = shared + list(_side_by_side(tails, width, leaves.request))
-            request = leaves.request[np.concatenate([places for places, _ in tiles])]
+            at = np.concatenate([places for places, _ in tiles])
             row_tiles = _row_tiles(tiles, planner.heads.group_size)
-            own = replace(leaves, request=request)
+            own = replace(leaves, request=leaves.request[at], query=leaves.query[at])
             yield from planner.split(forest.unique_tokens, own, row_tiles)
             width //= 2
 
