@@ -249,7 +249,8 @@ class PrefixAttnBackend(AttentionBackend):
             return self._stock_over_written_kv(q, k, v, layer, forward_batch)
         out = out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
         if self._active.cross_check:
-            self._cross_check(q, k, v, out, layer, forward_batch)
+            expected = self._stock_over_written_kv(q, k, v, layer, forward_batch)
+            check_layer(layer.layer_id, out, expected, self.counters)
         return out
 
     # --- internals -------------------------------------------------------------------------------
@@ -305,10 +306,6 @@ class PrefixAttnBackend(AttentionBackend):
         logger.warning("--attention-backend prefix: all steps run stock attention (%s)", reason)
         self._model_problem = reason
         self._steps.only_stock(reason)
-
-    def _cross_check(self, q, k, v, out, layer, forward_batch) -> None:
-        expected = self._stock_over_written_kv(q, k, v, layer, forward_batch)
-        check_layer(layer.layer_id, out, expected, self.counters)
 
     def _stock_over_written_kv(self, q, k, v, layer, forward_batch):
         """Stock attention of a layer whose k and v are in the pool already; q [B, Hq, D]."""

@@ -57,26 +57,20 @@ def _is_scaled(layer: RadixAttention) -> bool:
 def unsupported_server(server_args) -> str | None:
     """Say which option of the server rules prefix kernels out, or None."""
     ranks, given = sglang_config.parallel(), sglang_config.options(server_args)
-    if ranks.dcp_enabled:
-        return "parallel:context"
-    # --enable-dp-attention; from 0.5.22 on --attn-dp-size is enough.
-    if ranks.attn_dp_size > 1 or given.enable_dp_attention:
-        return "parallel:dp_attention"
-    # One request's KV pages lie on several ranks (from 0.5.21 on).
-    if getattr(given, "enable_kv_cache_sharding", False):
-        return "parallel:kv_cache_sharding"
-    # Its microbatches take turns on one backend, which holds one plan.
-    if ranks.pp_size > 1:
-        return "parallel:pipeline"
-    # Both decode with other backend instances than the one that the hook finds.
-    if given.enable_two_batch_overlap:
-        return "parallel:two_batch_overlap"
-    if given.enable_pdmux:
-        return "parallel:pdmux"
-    # The target model verifies and never decodes.
-    if given.speculative_algorithm is not None:
-        return f"speculative:{given.speculative_algorithm}"
-    # Never tried: the launches of a plan would be traced.
-    if given.enable_torch_compile:
-        return "torch_compile"
-    return None
+    reasons = {
+        "parallel:context": ranks.dcp_enabled,
+        # --enable-dp-attention; from 0.5.22 on --attn-dp-size is enough.
+        "parallel:dp_attention": ranks.attn_dp_size > 1 or given.enable_dp_attention,
+        # One request's KV pages lie on several ranks (from 0.5.21 on).
+        "parallel:kv_cache_sharding": getattr(given, "enable_kv_cache_sharding", False),
+        # Its microbatches take turns on one backend, which holds one plan.
+        "parallel:pipeline": ranks.pp_size > 1,
+        # Both decode with other backend instances than the one that the hook finds.
+        "parallel:two_batch_overlap": given.enable_two_batch_overlap,
+        "parallel:pdmux": given.enable_pdmux,
+        # The target model verifies and never decodes.
+        f"speculative:{given.speculative_algorithm}": given.speculative_algorithm is not None,
+        # Never tried: the launches of a plan would be traced.
+        "torch_compile": given.enable_torch_compile,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
