@@ -101,15 +101,8 @@ def _draw_one(rng, lengths: str, sharing: str, size: int, mean: int, page_size: 
         counts.append(min(size, counts[-1] * _log_uniform(rng, 1, 16)))
     parts = rng.dirichlet(np.ones(levels)) * share * mean
     parts = np.maximum(page_size, parts // page_size * page_size).astype(np.int64)
-    nodes: list[tuple[int, int]] = []
-    first_above = 0
-    for level, count in enumerate(counts):
-        first = len(nodes)
-        for i in range(count):
-            above = first_above + i * counts[level - 1] // count if level else -1
-            nodes.append((above, int(parts[level])))
-        first_above = first
-    leaf = first_above + rng.permutation(np.arange(size) * counts[-1] // size)
+    nodes, first = level_nodes(counts, parts.tolist())
+    leaf = first + rng.permutation(np.arange(size) * counts[-1] // size)
     private = _lengths(rng, lengths, size, max(1, round((1 - share) * mean)))
     return path_table(nodes, leaf, np.full(size, parts.sum()), private)
 
@@ -131,6 +124,18 @@ def _lengths(rng, family: str, size: int, mean: int) -> np.ndarray:
 
 def _log_uniform(rng, low: int, high: int) -> int:
     return int(round(np.exp(rng.uniform(np.log(low), np.log(high)))))
+
+
+def level_nodes(counts, lengths) -> tuple[list[tuple[int, int]], int]:
+    """Make counts[i] nodes of lengths[i] KV tokens at level i, evenly below those of level i - 1:
+    [(parent, tokens)], and the index of the last level's first."""
+    nodes: list[tuple[int, int]] = []
+    above = first = 0
+    for level, (count, tokens) in enumerate(zip(counts, lengths, strict=True)):
+        above, first = first, len(nodes)
+        for i in range(count):
+            nodes.append((above + i * counts[level - 1] // count if level else -1, tokens))
+    return nodes, first
 
 
 def path_table(nodes, leaf, prefix, private) -> PathTable:

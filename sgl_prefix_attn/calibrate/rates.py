@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from sgl_prefix_attn.calibrate.batches import path_table
+from sgl_prefix_attn.calibrate.batches import level_nodes, path_table
 from sgl_prefix_attn.calibrate.measure import BatchMeter
 from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.plan.costs import GpuRates, known_rates, partial_bytes
@@ -104,12 +104,7 @@ def full_waves(planner: Planner, ctas: int) -> int:
 def nested(groups: tuple[int, ...], length: int, requests: int = MAX_QUERIES) -> PathTable:
     """Make requests with a token of their own; every groups[i] neighbours share a node of `length`
     tokens below that of the groups[i - 1] around them."""
-    nodes: list[tuple[int, int]] = []
-    first = -1
-    for level, group in enumerate(groups):
-        above, first = first, len(nodes)
-        for i in range(requests // group):
-            nodes.append((above + i * group // groups[level - 1] if level else -1, length))
+    nodes, first = level_nodes([requests // group for group in groups], [length] * len(groups))
     rows = np.arange(requests)
     prefix = np.full(requests, len(groups) * length)
     return path_table(nodes, first + rows // groups[-1], prefix, np.ones(requests))
