@@ -2,10 +2,8 @@
 
 from sgl_prefix_attn.engine.runner_backend import find_backend
 
-TARGET = (
-    "sglang.srt.model_executor.runner.decode_cuda_graph_runner."
-    "DecodeCudaGraphRunner.capture_one_shape"
-)
+RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
+TARGET = f"{RUNNER}.capture_one_shape"
 TYPE = "around"
 PARAMETERS = ("self", "size", "forward", "stream_idx", "variant_label")
 WHY = "a stock step must cost what it costs without the plugin, so both variants need a graph"

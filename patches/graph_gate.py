@@ -1,10 +1,9 @@
 """Sends decode steps that no captured graph holds to the eager path."""
 
 from sgl_prefix_attn.engine.runner_backend import find_backend
+from sgl_prefix_attn.patches.graph_capture import RUNNER
 
-TARGET = (
-    "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph"
-)
+TARGET = f"{RUNNER}.can_run_graph"
 TYPE = "around"
 PARAMETERS = ("self", "forward_batch")
 WHY = "a cross-checked step (SGL_PREFIX_ATTN_CHECK) runs both backends; a graph holds one"

@@ -3,12 +3,9 @@
 from dataclasses import replace
 
 from sgl_prefix_attn.engine.graph_variants import prefix_label
-from sgl_prefix_attn.patches.graph_capture import find_graph_backend
+from sgl_prefix_attn.patches.graph_capture import RUNNER, find_graph_backend
 
-TARGET = (
-    "sglang.srt.model_executor.runner.decode_cuda_graph_runner."
-    "DecodeCudaGraphRunner._make_graph_key"
-)
+TARGET = f"{RUNNER}._make_graph_key"
 TYPE = "around"
 PARAMETERS = ("self", "size")
 WHY = "SGLang's key of a decode graph has no place for the kernels that attention runs"
