@@ -35,10 +35,9 @@ def choose_packing(forest: Forest, strategy: str, costs: CostModel) -> Packing:
     if strategy == "pat":
         return _pat(forest)
     if strategy == "compute":
-        weights, tiles = np.array(FASTTREE_WEIGHTS), np.array(FASTTREE_TILES)
         node, tail = _fasttree(
             forest.parent, forest.start, forest.end, forest.num_queries, forest.tail_parent,
-            forest.tail_start, forest.seq_lens, costs.group_size, weights, tiles,
+            forest.tail_start, forest.seq_lens, costs.group_size,
         )  # fmt: skip
         return Packing(node, tail)
     if strategy == "calibrated":
@@ -61,17 +60,17 @@ def _pat(forest: Forest) -> Packing:
 
 
 @cached_njit
-def _padding_cost(queries, kv_len, group_size, weights, tiles):
-    tile_q, tile_k = tiles[0] if queries > tiles[1, 0] else tiles[1]
+def _padding_cost(queries, kv_len, group_size):
+    large, small = FASTTREE_TILES
+    tile_q, tile_k = large if queries > small[0] else small
     pad_q = (-queries) % tile_q
     pad_k = max(0, tile_k - kv_len)
-    return group_size * (weights[0] * pad_q * kv_len + weights[1] * pad_k * queries)
+    rows, tokens, _ = FASTTREE_WEIGHTS
+    return group_size * (rows * pad_q * kv_len + tokens * pad_k * queries)
 
 
 @cached_njit
-def _fasttree(
-    parent, start, end, num_queries, tail_parent, tail_start, seq_lens, group_size, weights, tiles
-):
+def _fasttree(parent, start, end, num_queries, tail_parent, tail_start, seq_lens, group_size):
     """Top-down and greedy: a merged child leaves its parent with fewer queries and grows itself."""
     num_nodes = parent.size
     kv_len = (end - start).astype(np.int64)
@@ -87,14 +86,14 @@ def _fasttree(
         queries = 1 if is_tail else num_queries[child]
         own = seq_lens[row] - tail_start[row] if is_tail else kv_len[child]
         split = (
-            _padding_cost(left[above], kv_len[above], group_size, weights, tiles)
-            + _padding_cost(queries, own, group_size, weights, tiles)
-            + weights[2] * queries
+            _padding_cost(left[above], kv_len[above], group_size)
+            + _padding_cost(queries, own, group_size)
+            + FASTTREE_WEIGHTS[2] * queries
         )
         rest = left[above] - queries
-        merge = _padding_cost(queries, own + kv_len[above], group_size, weights, tiles)
+        merge = _padding_cost(queries, own + kv_len[above], group_size)
         if rest > 0:
-            merge += _padding_cost(rest, kv_len[above], group_size, weights, tiles)
+            merge += _padding_cost(rest, kv_len[above], group_size)
         if split > merge:
             left[above] = rest
             if is_tail:
