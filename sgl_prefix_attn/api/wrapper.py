@@ -146,9 +146,7 @@ class PrefixDecodeWrapper:
         )
         if out is None:
             out = torch.empty_like(q)
-        lse = None
-        if return_lse:
-            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
         self._executor.run(
             LayerParams(
                 q=q,

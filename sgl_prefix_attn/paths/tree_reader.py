@@ -79,20 +79,16 @@ class TreeReader(Protocol):
 
     def read_paths(self, batch: RunningBatch) -> PathTable:
         """Read the paths of the batch in O(nodes + requests); leaf is -1 without a path."""
-        ...
 
     def mapping(self, reqs: Sequence) -> KvMapping:
         """Return what must stay for a plan of these requests to stay valid, besides lengths."""
-        ...
 
     def remaps(self, tree_cache) -> int | None:
         """Count how often running requests may have got other nodes or slots so far (the hook in
         patches/remaps.py counts); None where nothing counts."""
-        ...
 
     def request_path(self, tree_cache, req) -> RequestPath:
         """Return one request's path, node by node."""
-        ...
 
 
 def check_paths(paths: PathTable, batch: RunningBatch, reader: TreeReader) -> None:

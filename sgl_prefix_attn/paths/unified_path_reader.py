@@ -3,7 +3,7 @@
 A node is named by its id, which SGLang never gives to another one.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,12 @@ class UnifiedPathReader(RequestReader):
         index = dict(zip(ids, range(len(ids)), strict=True))
         length = np.array(stops, dtype=np.int32) - np.array(starts, dtype=np.int32)
         if list(slots) != length.tolist():
-            _raise_for_slots(nodes.values())
+            for node, _, start, stop, on_device, *_ in nodes.values():
+                if on_device != stop - start:
+                    raise TreeInvariantError(
+                        f"node {node} has {on_device} slots on the device for {stop - start} "
+                        f"tokens (position {start})"
+                    )
         parent = [index.get(node, -1) for node in parents]
         leaf = [index.get(end, -1) for end in ends]
         return PathTable.of(parent, length, leaf, batch.seq_lens, ids)
@@ -59,12 +64,3 @@ class UnifiedPathReader(RequestReader):
         slots: Any = tree_cache.path_device_indices(end) if path else None
         nodes = [(node, slots[start:stop]) for node, _, start, stop, *_ in path]
         return RequestPath(nodes, record.cache_protected_len, record.req_pool_idx)
-
-
-def _raise_for_slots(nodes: Iterable[tuple]) -> None:
-    for node, _, start, stop, slots, *_ in nodes:
-        if slots != stop - start:
-            raise TreeInvariantError(
-                f"node {node} has {slots} slots on the device for {stop - start} tokens "
-                f"(position {start})"
-            )

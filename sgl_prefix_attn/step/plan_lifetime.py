@@ -17,8 +17,6 @@ import numpy as np
 
 from sgl_prefix_attn.paths.tree_reader import KvMapping, RunningBatch, TreeReader
 
-CAUSES = ("first", "capture", "composition", "mapping", "lengths", "headroom", "fault")
-
 
 class PlanLifetime:
     """Tracks one plan. Use per decode step: stale(), then planned() if stale, then stepped().
@@ -76,6 +74,6 @@ class PlanLifetime:
         self._appends_left -= 1
 
     def invalidate(self, cause: str) -> None:
-        """Make the next step plan anew and report this cause (one of CAUSES)."""
+        """Make the next step plan anew and report this cause."""
         if self._invalid is None:
             self._invalid = cause

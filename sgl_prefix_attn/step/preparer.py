@@ -21,6 +21,7 @@ from sgl_prefix_attn.step.plan_lifetime import PlanLifetime
 from sgl_prefix_attn.step.policy import STOCK_STEPS, BatchFacts, decide
 
 _UNDECIDED = Decision(STOCK, "no_batch")
+_FAULTS = {TreeInvariantError: "check_failed", PlanTooLarge: "plan_too_large"}
 
 
 class Step(NamedTuple):
@@ -107,7 +108,12 @@ class StepPreparer:
         else:
             self._count.unread(decision, batch.seq_lens)
         if decision.variant != PREFIX:
-            self._tell_once(decision)
+            self._counters.log_once(
+                decision.reason,
+                logging.INFO,
+                "decode runs stock attention where the reason is %s",
+                decision.reason,
+            )
             return Step(decision)
         self._prefix_steps += 1
         check = self.settings.check and self._prefix_steps % self.settings.check_every == 0
@@ -196,12 +202,8 @@ class StepPreparer:
         """Say why an evaluation failed, here or (None) on another rank; log it the first time."""
         if fault is None:
             reason, fault = "other_rank", RuntimeError("another tensor-parallel rank failed")
-        elif isinstance(fault, TreeInvariantError):
-            reason = "check_failed"
-        elif isinstance(fault, PlanTooLarge):
-            reason = "plan_too_large"
         else:
-            reason = "planner_error"
+            reason = _FAULTS.get(type(fault), "planner_error")
         self._counters.log_once(
             reason,
             logging.ERROR,
@@ -211,11 +213,3 @@ class StepPreparer:
             exc_info=fault,
         )
         return reason
-
-    def _tell_once(self, decision: Decision) -> None:
-        self._counters.log_once(
-            decision.reason,
-            logging.INFO,
-            "decode runs stock attention where the reason is %s",
-            decision.reason,
-        )

@@ -48,7 +48,6 @@ class KernelBackend(Protocol):
 
     def new_workspace(self, capacity: Capacity) -> Workspace:
         """Allocate the memory that all plans of this backend are loaded into."""
-        ...
 
     def fill(
         self,
@@ -61,15 +60,12 @@ class KernelBackend(Protocol):
 
         req_to_token int32 [rows, positions], req_pool_indices int [>= B] row of each request.
         """
-        ...
 
     def append(self, workspace: Any, seq_lens: torch.Tensor, out_cache_loc: torch.Tensor) -> None:
         """Write the newest slot of each request, out_cache_loc int [>= B], at seq_lens - 1.
 
         Idempotent.
         """
-        ...
 
     def forward(self, workspace: Any, layer: LayerParams) -> None:
         """Compute decode attention of one layer; padding rows stay as they are."""
-        ...
