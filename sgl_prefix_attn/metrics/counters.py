@@ -66,15 +66,14 @@ class StepCounters:
     mismatches: int = 0
     _told: set = field(default_factory=set)
 
-    def step(self, decision: Decision, kv_tokens: KvTokens, steps: int = 1) -> None:
-        """Count steps; kv_tokens: of all these steps together."""
-        self.steps[decision] += steps
+    def step(self, decision: Decision, kv_tokens: KvTokens) -> None:
+        self.steps[decision] += 1
         for kind, tokens in zip(KvTokens._fields, kv_tokens, strict=True):
             self.kv_tokens[kind] += tokens
         if self.exporter is not None:
-            self.exporter.step(decision, kv_tokens, steps)
+            self.exporter.step(decision, kv_tokens)
         if self.decode_log is not None:
-            self.decode_log.step(decision, self, steps)
+            self.decode_log.step(decision, self)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:

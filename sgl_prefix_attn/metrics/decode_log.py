@@ -17,18 +17,17 @@ class DecodeLog:
     """
 
     def __init__(self, interval: int, size: KvSize):
-        self.interval = interval
+        self._interval = interval
         self._size = size
         self._steps = 0
         # What the last line was written from: steps, KV tokens and plans; seconds of planning.
         self._before = [Counter[Any]() for _ in range(3)]
         self._seconds_before = 0.0
 
-    def step(self, decision: Decision, counters: StepCounters, steps: int = 1) -> None:
-        """So many steps were counted."""
-        lines = self._steps // self.interval
-        self._steps += steps
-        if self._steps // self.interval > lines:
+    def step(self, decision: Decision, counters: StepCounters) -> None:
+        """A step was counted."""
+        self._steps += 1
+        if self._steps % self._interval == 0:
             logger.info("%s", self._line(decision, counters))
 
     def _line(self, last: Decision, counters: StepCounters) -> str:

@@ -89,13 +89,12 @@ class PrometheusExporter:
             self._incs[name, labels] = inc
         inc(amount)
 
-    def step(self, decision: Decision, kv_tokens: KvTokens, steps: int) -> None:
-        """Count steps; kv_tokens: of all these steps together."""
-        self.add("steps_total", steps, decision.variant, decision.reason)
+    def step(self, decision: Decision, kv_tokens: KvTokens) -> None:
+        self.add("steps_total", 1, decision.variant, decision.reason)
         self._add_kv(kv_tokens)
         if (times := decision.predicted) is not None:
             us = times.prefix_us if decision.variant == PREFIX else times.stock_us
-            seconds = us * 1e-6 * self._size.num_layers * steps
+            seconds = us * 1e-6 * self._size.num_layers
             self.add("predicted_attention_seconds_total", seconds, decision.variant)
 
     def interval(self, variant: str, seconds: float) -> None:

@@ -66,7 +66,7 @@ class StepPreparer:
         agree: Callable[[bool], bool] = lambda ok: ok,
     ):
         self.settings = settings
-        self._counters = counters
+        self.counters = counters
         # Of the last evaluation: until it is stale its decision and its plan stand.
         self.lifetime = PlanLifetime()
         self._count = StepCount(counters)
@@ -108,7 +108,7 @@ class StepPreparer:
         else:
             self._count.unread(decision, batch.seq_lens)
         if decision.variant != PREFIX:
-            self._counters.log_once(
+            self.counters.log_once(
                 decision.reason,
                 logging.INFO,
                 "decode runs stock attention where the reason is %s",
@@ -120,12 +120,6 @@ class StepPreparer:
         if check:
             self._count.interrupt()
         return Step(decision, plan, cross_check=check)
-
-    @property
-    def counters(self) -> StepCounters:
-        """What the steps so far were counted into."""
-        self._count.flush()
-        return self._counters
 
     def interrupt(self) -> None:
         """Note that a forward pass runs that is no step of this preparer."""
@@ -164,7 +158,7 @@ class StepPreparer:
             if cause is not None:
                 # Until it has succeeded there is no plan: a failed try must be tried again.
                 self.lifetime.invalidate(cause)
-                with self._counters.evaluation():
+                with self.counters.evaluation():
                     plan = self._evaluate(facts, cause, batch, reader)
         except Exception as error:
             fault = error
@@ -188,7 +182,7 @@ class StepPreparer:
             self._padded_size(len(batch.reqs)),
         )
         plan, is_prefix = done.plan, done.decision.variant == PREFIX
-        self._counters.plan(cause, plan.stats)
+        self.counters.plan(cause, plan.stats)
         if is_prefix:
             self._check_size(plan)
         # A decision for stock kernels stands until the batch changes or has grown by the headroom.
@@ -204,7 +198,7 @@ class StepPreparer:
             reason, fault = "other_rank", RuntimeError("another tensor-parallel rank failed")
         else:
             reason = _FAULTS.get(type(fault), "planner_error")
-        self._counters.log_once(
+        self.counters.log_once(
             reason,
             logging.ERROR,
             "decode steps fall back to stock attention (%s): %s",

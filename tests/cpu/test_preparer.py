@@ -37,7 +37,6 @@ def test_plans_once_and_counts_every_step(world):
 
 
 def test_steps_before_a_new_plan_are_counted_with_the_old_one(world):
-    """Steps are counted some at a time."""
     steps = preparer()
     run(steps, world, 1)
     run(steps, world, 2)
