@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sgl_prefix_attn.records import Decision, PlanStats
 
@@ -62,7 +62,7 @@ class StepCounters:
     kv_tokens: Counter = field(default_factory=Counter)  # kind -> KV tokens per layer
     plans: Counter = field(default_factory=Counter)  # cause -> plans
     last_plan: PlanStats | None = None
-    plan_seconds: dict[str, float] = field(default_factory=dict)  # outcome -> host seconds
+    plan_seconds: Any = field(default_factory=Counter)  # outcome -> host seconds
     mismatches: int = 0
     _told: set = field(default_factory=set)
 
@@ -84,7 +84,7 @@ class StepCounters:
             outcome = PLANNED
         finally:
             seconds = time.perf_counter() - start
-            self.plan_seconds[outcome] = self.plan_seconds.get(outcome, 0.0) + seconds
+            self.plan_seconds[outcome] += seconds
             self._export("plan_seconds_total", seconds, outcome)
 
     def plan(self, cause: str, stats: PlanStats) -> None:

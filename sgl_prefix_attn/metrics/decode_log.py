@@ -20,9 +20,8 @@ class DecodeLog:
         self._interval = interval
         self._size = size
         self._steps = 0
-        # What the last line was written from: steps, KV tokens and plans; seconds of planning.
-        self._before = [Counter[Any]() for _ in range(3)]
-        self._seconds_before = 0.0
+        # What the last line was written from: steps, KV tokens, plans and seconds of planning.
+        self._before = [Counter[Any]() for _ in range(4)]
 
     def step(self, decision: Decision, counters: StepCounters) -> None:
         """A step was counted."""
@@ -32,11 +31,10 @@ class DecodeLog:
 
     def _line(self, last: Decision, counters: StepCounters) -> str:
         """Write the line; KV bytes: over all layers of this rank, times: of the last decision."""
-        now = [Counter(total) for total in (counters.steps, counters.kv_tokens, counters.plans)]
-        steps, kv_tokens, plans = (a - b for a, b in zip(now, self._before, strict=True))
-        seconds = sum(counters.plan_seconds.values())
-        planning_ms = 1e3 * (seconds - self._seconds_before)
-        self._before, self._seconds_before = now, seconds
+        c = counters
+        now = [Counter(total) for total in (c.steps, c.kv_tokens, c.plans, c.plan_seconds)]
+        steps, kv_tokens, plans, seconds = (a - b for a, b in zip(now, self._before, strict=True))
+        self._before = now
         read, query_centric = (
             kv_tokens[kind] * self._size.token_bytes / 1e9 for kind in ("read", "query_centric")
         )
@@ -54,7 +52,7 @@ class DecodeLog:
             )
         causes = ", ".join(f"{cause} {count}" for cause, count in plans.most_common())
         parts.append(f"#plan: {plans.total()}" + (f" ({causes})" if causes else ""))
-        parts.append(f"planning (ms): {planning_ms:.2f}")
+        parts.append(f"planning (ms): {1e3 * seconds.total():.2f}")
         if (stats := counters.last_plan) is not None:
             parts.append(f"last plan: #pack: {stats.num_packs}, #work-item: {stats.num_items}")
         return ", ".join(parts)

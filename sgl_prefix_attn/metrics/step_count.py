@@ -19,11 +19,9 @@ class StepCount:
         self._steps_since = 0
 
     def start(self, reqs: Sequence) -> None:
-        if self._counters.exporter is None:
-            return
-        interval = self._intervals.start(reqs)
-        if interval is not None:
-            self._counters.exporter.interval(*interval)
+        exporter = self._counters.exporter
+        if exporter is not None and (interval := self._intervals.start(reqs)) is not None:
+            exporter.interval(*interval)
 
     def interrupt(self) -> None:
         """Something else than a usual decode step runs: the time around it is no step's time."""
