@@ -7,6 +7,7 @@ from collections.abc import Callable
 from numba import njit
 
 logger = logging.getLogger(__name__)
+_log_once = functools.cache(logger.info)
 
 
 def cached_njit(function: Callable) -> Callable:
@@ -20,14 +21,8 @@ def cached_njit(function: Callable) -> Callable:
     except RuntimeError as error:
         if "no locator available" not in str(error):  # a bad NUMBA_* variable
             raise
-        _say_it_is_not_kept()
+        _log_once(
+            "the planner is compiled at every start, which takes some seconds: numba can write to "
+            "no cache folder; NUMBA_CACHE_DIR names one"
+        )
         return njit(function)
-
-
-@functools.cache
-def _say_it_is_not_kept() -> None:
-    """Once, not for every function."""
-    logger.info(
-        "the planner is compiled at every start, which takes some seconds: numba can write to no "
-        "cache folder; NUMBA_CACHE_DIR names one"
-    )

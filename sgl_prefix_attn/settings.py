@@ -76,10 +76,9 @@ class Settings:
     )
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> Settings:
         """Read all variables (os.environ by default). ValueError, naming each of them: bad or
         unknown ones, and those renamed as SGLang advises for everything that begins with SGL_."""
-        environ = os.environ if environ is None else environ
         problems = _bad_names(environ)
         values: dict[str, Any] = {}
         for variable in VARIABLES:

@@ -76,9 +76,8 @@ def draw(seed: int, count: int, pool_tokens: int, page_size: int = 1) -> list[Ba
         size = _log_uniform(rng, 1 if sharing == "none" else 2, MAX_BATCH)
         for _ in range(_TRIES):
             mean = _log_uniform(rng, SHORTEST, LONGEST)
-            batch = Batch(
-                f"{lengths}/{sharing}", _draw_one(rng, lengths, sharing, size, mean, page_size)
-            )
+            paths = _draw_one(rng, lengths, sharing, size, mean, page_size)
+            batch = Batch(f"{lengths}/{sharing}", paths)
             if batch.unique_tokens + batch.size * page_size <= pool_tokens:
                 break
         else:

@@ -67,7 +67,13 @@ class BatchMeter:
         prefix = self._prefix_timer(plan, batch.paths, slots, layers)
         stock.replay()
         prefix.replay()
-        _compare(batch, stock.outs[0], prefix.outs[0])
+        wanted, found = stock.outs[0].float(), prefix.outs[0].float()
+        difference = ((wanted - found).norm() / wanted.norm()).item()
+        if not difference <= _LARGEST_DIFFERENCE:
+            raise RuntimeError(
+                f"prefix and stock attention differ by {difference:.3g} on a batch of {batch.size} "
+                f"requests ({batch.name})"
+            )
         stock_us, prefix_us = medians_us([stock, prefix])
         return stock_us, prefix_us
 
@@ -117,17 +123,9 @@ class BatchMeter:
             paged_kv_indices_buffer=indices,
             paged_kv_last_page_len_buffer=last.to(self.device),
         )
-        wrapper.plan(
-            indptr,
-            indices,
-            last,
-            self.heads.num_qo_heads,
-            self.heads.num_kv_heads,
-            self.heads.head_dim,
-            1,
-            q_data_type=self.dtype,
-            kv_data_type=self.dtype,
-        )
+        shape = self.heads.num_qo_heads, self.heads.num_kv_heads, self.heads.head_dim
+        dtypes = {"q_data_type": self.dtype, "kv_data_type": self.dtype}
+        wrapper.plan(indptr, indices, last, *shape, 1, **dtypes)
         q = self._q[: batch.size]
         outs = [torch.empty_like(q) for _ in layers]
 
@@ -155,9 +153,8 @@ def _slots(paths: PathTable, page_size: int, device) -> tuple[torch.Tensor, int]
     slots = (order[:, None] * page_size + tokens).flatten().to(torch.int32)
     pieces = slots.split((pages * page_size).tolist())  # of nodes, then of each request's own
     parts = [piece[:size] for piece, size in zip(pieces, sizes, strict=True)]
-    table = torch.zeros(
-        (paths.leaf.size, int(paths.seq_lens.max())), dtype=torch.int32, device=device
-    )
+    shape = paths.leaf.size, int(paths.seq_lens.max())
+    table = torch.zeros(shape, dtype=torch.int32, device=device)
     for row, node in enumerate(paths.leaf):
         row_parts = [parts[paths.length.size + row]]
         while node >= 0:
@@ -165,13 +162,3 @@ def _slots(paths: PathTable, page_size: int, device) -> tuple[torch.Tensor, int]
             node = paths.parent[node]
         table[row, : paths.seq_lens[row]] = torch.cat(row_parts)
     return table, slots.numel()
-
-
-def _compare(batch: Batch, stock: torch.Tensor, prefix: torch.Tensor) -> None:
-    stock, prefix = stock.float(), prefix.float()
-    difference = ((stock - prefix).norm() / stock.norm()).item()
-    if not difference <= _LARGEST_DIFFERENCE:
-        raise RuntimeError(
-            f"prefix and stock attention differ by {difference:.3g} on a batch of {batch.size} "
-            f"requests ({batch.name})"
-        )

@@ -84,8 +84,7 @@ def check_plausible(rates: GpuRates, gpu: str) -> None:
 
 def unshared(requests: int, length: int) -> PathTable:
     """Make requests that share nothing."""
-    none = np.zeros(requests, np.int64)
-    return path_table([], none - 1, none, none + length)
+    return PathTable.of([], [], [-1] * requests, [length] * requests)
 
 
 def full_waves(planner: Planner, ctas: int) -> int:

@@ -40,8 +40,7 @@ class Sample(NamedTuple):
 
     def check(self, batch: Batch) -> None:
         """Raise CalibrationError if this was another batch."""
-        change = batch.change_since(self.size, self.tokens)
-        if change is not None:
+        if (change := batch.change_since(self.size, self.tokens)) is not None:
             raise CalibrationError(f"batch {self.number} {change}: measure with --fresh")
 
 

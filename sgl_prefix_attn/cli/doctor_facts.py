@@ -98,8 +98,7 @@ def _release(version: str | None) -> releases.Release:
 
 
 def _first_line(reader: str) -> str:
-    doc = importlib.import_module(f"sgl_prefix_attn.paths.{reader}").__doc__ or ""
-    return doc.splitlines()[0]
+    return str(importlib.import_module(f"sgl_prefix_attn.paths.{reader}").__doc__).splitlines()[0]
 
 
 def _version(name: str) -> str | None:

@@ -27,8 +27,7 @@ def check_layer(layer_id: int, out, expected, counters: StepCounters) -> None:
 
 def layer_mismatch(out: torch.Tensor, expected: torch.Tensor) -> str | None:
     """Say what differs between two outputs [B, ...] of one dtype, or None. Synchronises."""
-    rows = len(out)
-    error = (out.float() - expected.float()).abs().reshape(rows, -1).amax(dim=1)
+    error = (out.float() - expected.float()).abs().flatten(1).amax(dim=1)
     scale = float(expected.float().abs().max())
     allowed = _TOLERANCE[out.dtype] * max(scale, 1e-6)
     # A NaN compares false: count what is known to be good.

@@ -71,7 +71,6 @@ class _UploadRing:
         self.buffers = [
             torch.empty(words, dtype=torch.int32, pin_memory=True) for _ in range(_UPLOAD_RING)
         ]
-        self.arrays = [buffer.numpy() for buffer in self.buffers]
         self.events = [torch.cuda.Event() for _ in self.buffers]
         self.next = 0
 
@@ -79,6 +78,6 @@ class _UploadRing:
         i = self.next
         self.next = (i + 1) % len(self.buffers)
         self.events[i].synchronize()  # returns at once unless uploads are queued three deep
-        self.arrays[i][: words.size] = words
+        self.buffers[i].numpy()[: words.size] = words
         target[: words.size].copy_(self.buffers[i][: words.size], non_blocking=True)
         self.events[i].record()

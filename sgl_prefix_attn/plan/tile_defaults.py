@@ -1,5 +1,7 @@
 """Which tiles a device gets."""
 
+from dataclasses import replace
+
 import torch
 
 from sgl_prefix_attn.plan.tiles import TileConfig, TileSet
@@ -34,27 +36,17 @@ def gpu_tile_set(num_sms: int, heads: HeadConfig) -> TileSet:
     # accumulators in registers. One shared tile: each further one costs every layer 2 to 3 us.
     wide = heads.head_dim > 128
     warps, stages = (2, 3) if wide else (1, 5)
+    tail = TileConfig(tail_m, 64, 2 * warps, num_stages=3, requests=1, fill=2.4)
     return TileSet(
         shared=(TileConfig(rows, 32, 4 * warps, stages, max_regs=None if wide else 168),),
-        tail=TileConfig(tail_m, 64, 2 * warps, num_stages=3, requests=1, fill=2.4),
-        packed_tail=(
-            TileConfig(tail_m, 64, 2 * warps, num_stages=2, requests=requests, fill=2.4)
-            if requests > 1
-            else None
-        ),
+        tail=tail,
+        packed_tail=replace(tail, num_stages=2, requests=requests) if requests > 1 else None,
         num_sms=num_sms,
     )
 
 
 def _tail_rows(heads: HeadConfig) -> tuple[int, int]:
-    """Return (rows of a tails tile, requests that fit into it side by side)."""
-    tail_m = max(16, _power_of_two_above(heads.group_size))
-    return tail_m, _power_of_two_below(tail_m // heads.group_size)
-
-
-def _power_of_two_above(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
-def _power_of_two_below(n: int) -> int:
-    return 1 << (n.bit_length() - 1)
+    """Return (rows of a tails tile, requests that fit into it side by side), powers of two."""
+    tail_m = max(16, 1 << (heads.group_size - 1).bit_length())
+    fitting = tail_m // heads.group_size
+    return tail_m, 1 << (fitting.bit_length() - 1)

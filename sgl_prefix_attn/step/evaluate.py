@@ -23,8 +23,7 @@ class TimePredictor(Protocol):
     """What the predictors of predict/predictor.py offer, each for the plans of one family of
     kernels; microseconds per layer."""
 
-    @property
-    def source(self) -> str: ...
+    source: str
 
     def stock(self, seq_lens: np.ndarray, unique: int) -> float: ...
 

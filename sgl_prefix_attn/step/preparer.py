@@ -21,7 +21,10 @@ from sgl_prefix_attn.step.plan_lifetime import PlanLifetime
 from sgl_prefix_attn.step.policy import STOCK_STEPS, BatchFacts, decide
 
 _UNDECIDED = Decision(STOCK, "no_batch")
-_FAULTS = {TreeInvariantError: "check_failed", PlanTooLarge: "plan_too_large"}
+_FAULTS: dict[type[Exception], str] = {
+    TreeInvariantError: "check_failed",
+    PlanTooLarge: "plan_too_large",
+}
 
 
 class Step(NamedTuple):
