@@ -12,8 +12,6 @@ import json
 import os
 from pathlib import Path
 
-import numpy as np
-
 from sgl_prefix_attn.paths.radix_reader import RadixReader
 from sgl_prefix_attn.paths.unified_path_reader import UnifiedPathReader
 
@@ -158,9 +156,10 @@ def _within(bounds: list[str], nth: int) -> bool:
 
 def _plant_faults(preparer, build, fault_file: Path):
     from eval.compare_outputs import faults
+    from sgl_prefix_attn import plan as packs
     from sgl_prefix_attn.plan import row_tile_planner
 
-    make_tiles = row_tile_planner.make_tiles
+    make_packs, make_tiles = packs.make_packs, row_tile_planner.make_tiles
     plan, plan_row_tiles = build.Planner.plan_forest, build.RowTilePlanner.plan_forest
     load, append = build.PlanExecutor.load, build.PlanExecutor.append
     stale, init = preparer.PlanLifetime.stale, preparer.StepPreparer.__init__
@@ -177,6 +176,11 @@ def _plant_faults(preparer, build, fault_file: Path):
         fault_of_plan()
         return plan_row_tiles(self, forest)
 
+    def faulty_packs(*args):
+        good = make_packs(*args)
+        dropped = _read(fault_file) == "shared_node_dropped"
+        return faults.without_largest_shared(good) if dropped else good
+
     def faulty_tiles(forest, *args):
         fault = _read(fault_file)
         if fault == "shared_node_dropped":
@@ -190,8 +194,9 @@ def _plant_faults(preparer, build, fault_file: Path):
     def faulty_plan(self, forest):
         fault = fault_of_plan()
         good = plan(self, forest)
-        change = {"shared_node_dropped": _drop_shared_node, "tails_swapped": _swap_tails}.get(fault)
-        return good if change is None else dataclasses.replace(good, words=change(good))
+        if fault != "tails_swapped":
+            return good
+        return dataclasses.replace(good, words=faults.with_two_tails_swapped(good))
 
     def poisoned_load(self, *args):
         # Entries that nobody writes point at the padding slot: an earlier scenario with the same
@@ -220,7 +225,7 @@ def _plant_faults(preparer, build, fault_file: Path):
         _shorten_paths(reader, fault_file)
     build.Planner.plan_forest = faulty_plan
     build.RowTilePlanner.plan_forest = faulty_row_tile_plan
-    row_tile_planner.make_tiles = faulty_tiles
+    packs.make_packs, row_tile_planner.make_tiles = faulty_packs, faulty_tiles
     build.PlanExecutor.load = poisoned_load
     build.PlanExecutor.append = faulty_append
 
@@ -237,28 +242,3 @@ def _shorten_paths(reader, fault_file: Path):
         return paths
 
     reader.read_paths = faulty
-
-
-def _drop_shared_node(plan) -> np.ndarray:
-    """Every item of the longest shared node keeps one token (an empty one would give NaN)."""
-    from sgl_prefix_attn.kernels import layout as L
-
-    words = plan.words.copy()
-    queues = words[L.H_QUEUES : L.HEADER_WORDS].reshape(-1, 2)
-    items = words[queues[0, 0] :][: queues[:, 1].sum() * L.ITEM_WORDS].reshape(-1, L.ITEM_WORDS)
-    shared = items[:, L.I_LEN] != L.GROWS
-    longest = items[:, L.I_LEN] == items[shared, L.I_LEN].max(initial=0)
-    items[longest, L.I_LEN], items[longest, L.I_SPLIT], items[longest, L.I_NUM_SPLITS] = 1, 0, 1
-    return words
-
-
-def _swap_tails(plan) -> np.ndarray:
-    """The first two requests' tail segments are copied from each other's rows."""
-    from sgl_prefix_attn.kernels import layout as L
-
-    words = plan.words.copy()
-    tails = np.flatnonzero(plan.packs.tail >= 0)[:2]
-    if len(tails) == 2:
-        a, b = (int(words[L.H_SEGMENTS] + i * L.SEGMENT_WORDS + L.S_ROW) for i in tails)
-        words[a], words[b] = words[b], words[a]
-    return words
