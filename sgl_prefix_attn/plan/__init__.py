@@ -35,8 +35,6 @@ class Planner:
     ):
         if strategy not in STRATEGIES:
             raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}; got {strategy!r}")
-        if headroom < 0:
-            raise ValueError(f"headroom must be >= 0 tokens, got {headroom}")
         tile_set.check_group(heads.group_size)
         self.heads = heads
         self.strategy = strategy

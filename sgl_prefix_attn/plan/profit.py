@@ -40,9 +40,8 @@ def choose_packing(forest: Forest, strategy: str, costs: CostModel) -> Packing:
             forest.tail_start, forest.seq_lens, costs.group_size,
         )  # fmt: skip
         return Packing(node, tail)
-    if strategy == "calibrated":
-        return optimal_packing(forest, costs)
-    raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}; got {strategy!r}")
+    assert strategy == "calibrated", strategy
+    return optimal_packing(forest, costs)
 
 
 def _constant(forest: Forest, merge: bool) -> Packing:

@@ -163,9 +163,3 @@ def test_roots_have_nothing_to_merge_with(paths):
         assert packing.node.dtype == packing.tail.dtype == bool
         assert not packing.node[forest.parent < 0].any()
         assert not packing.tail[forest.tail_parent < 0].any()
-
-
-def test_unknown_strategy():
-    forest = build_forest(path_table([], [-1], [1]))
-    with pytest.raises(ValueError, match="strategy must be one of query, naive.*got 'best'"):
-        choose_packing(forest, "best", bytes_only(HEADS))

@@ -138,10 +138,3 @@ def test_a_tile_set_that_the_header_has_no_room_for_is_refused():
 def test_tiles_that_cannot_hold_a_group_are_refused(tile, group):
     with pytest.raises(ValueError, match=f"cannot hold .* of {group} query heads"):
         Planner(HeadConfig(group, 1, 32), tile_set=tile_set(**tile))
-
-
-def test_planner_refuses():
-    with pytest.raises(ValueError, match="strategy must be one of .*; got 'fastest'"):
-        Planner(HEADS, tile_set=tile_set(), strategy="fastest")
-    with pytest.raises(ValueError, match="headroom must be >= 0"):
-        Planner(HEADS, tile_set=tile_set(), headroom=-1)
