@@ -70,9 +70,7 @@ class Settings:
         "Debug: with CHECK=1, every n-th prefix step runs both backends and compares each layer.",
     )
     cpu_platform: bool = _variable(
-        False,
-        _FLAG,
-        "Offer a plain PyTorch CPU platform to SGLang, for machines without a GPU.",
+        False, _FLAG, "Offer a plain PyTorch CPU platform to SGLang, for machines without a GPU."
     )
 
     @classmethod

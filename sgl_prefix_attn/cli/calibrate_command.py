@@ -12,7 +12,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sgl_prefix_attn.cli.argument_types import count
 from sgl_prefix_attn.cli.model_heads import heads_of_model, heads_on_rank, parse_heads
-from sgl_prefix_attn.records import HeadConfig
 
 POOL_TOKENS = 450_000
 _POOL_STEP = 50_000  # free memory varies a little: an interrupted run must find the same pool again
@@ -71,7 +70,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def calibrate(args: argparse.Namespace, console: Console) -> None:
-    heads = _head_config(args)
+    try:
+        if args.model is not None:
+            heads = heads_of_model(args.model, args.tp)
+        else:
+            heads = heads_on_rank(*parse_heads(args.heads), args.head_dim, args.tp)
+    except ValueError as error:
+        raise Unusable(str(error)) from None
     gpu = find_gpu()
     # Not before: these import torch and numba.
     from sgl_prefix_attn.calibrate import procedure, report
@@ -191,15 +196,6 @@ def pool_tokens(free_bytes: int, key) -> int:
             f"{least * per_token / _MEMORY_SHARE / 2**30:.1f}: stop what else uses the GPU"
         )
     return max(least, fits // _POOL_STEP * _POOL_STEP)
-
-
-def _head_config(args: argparse.Namespace) -> HeadConfig:
-    try:
-        if args.model is not None:
-            return heads_of_model(args.model, args.tp)
-        return heads_on_rank(*parse_heads(args.heads), args.head_dim, args.tp)
-    except ValueError as error:
-        raise Unusable(str(error)) from None
 
 
 def progress_bar(console: Console) -> Progress:

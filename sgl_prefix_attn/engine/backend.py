@@ -264,11 +264,8 @@ class PrefixAttnBackend(AttentionBackend):
 
     def _load(self, step: Step, forward_batch) -> None:
         if step.new_plan is not None:
-            self._executor.load(
-                step.new_plan,
-                self.req_to_token_pool.req_to_token,
-                forward_batch.req_pool_indices,
-            )
+            table = self.req_to_token_pool.req_to_token
+            self._executor.load(step.new_plan, table, forward_batch.req_pool_indices)
 
     def _append(self, forward_batch) -> None:
         self._executor.append(forward_batch.seq_lens, forward_batch.out_cache_loc)
