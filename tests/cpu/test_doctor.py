@@ -39,54 +39,48 @@ ON_CPU = replace(
 )
 
 
+def gpu(**changes) -> Facts:
+    return replace(GOOD, **changes)
+
+
+def cpu(**changes) -> Facts:
+    return replace(ON_CPU, **changes)
+
+
+def versions(**changes) -> dict:
+    return GOOD.versions | changes
+
+
 def without(name: str) -> dict:
     return GOOD.versions | {name: None}
 
 
+GONE = Hook("batch_requests", "sglang.a.b", "why", "a.b: no b")
+CPU_GONE = Hook("cpu_last_loc", "sglang.c", "why", "no attribute c")
+WANTED = {"SGL_PREFIX_ATTN_KERNELS": "row_tiles"}
 FAULTS = {
-    "old python": (replace(GOOD, python=(3, 9)), "python"),
-    "no torch": (replace(GOOD, versions=without("torch")), "torch"),
-    "no sglang": (replace(GOOD, versions=without("sglang")), "sglang version"),
-    "no flashinfer on a GPU": (
-        replace(GOOD, versions=without("flashinfer-python")),
-        "flashinfer-python",
-    ),
-    "other sglang": (replace(GOOD, versions=GOOD.versions | {"sglang": "0.5.9"}), "sglang version"),
-    "not installed": (replace(GOOD, plugins=()), "plugin entry point"),
-    "installed twice": (replace(GOOD, plugins=(OURS, OURS)), "plugin entry point"),
-    "name taken": (
-        replace(GOOD, plugins=(EntryPoint("other:f", "other"),)),
-        "plugin entry point",
-    ),
-    "excluded": (replace(GOOD, env={"SGLANG_PLUGINS": "a, b"}), "plugin filters"),
-    "platform excluded": (
-        replace(ON_CPU, env=CPU | {"SGLANG_PLUGINS": "prefix_attn"}),
-        "plugin filters",
-    ),
-    "other platform": (replace(GOOD, env={"SGLANG_PLATFORM": "vendor"}), "plugin filters"),
-    "bad value": (replace(GOOD, env={"SGL_PREFIX_ATTN_STRATEGY": "best"}), "settings"),
-    "unknown variable": (replace(GOOD, env={"SGL_PREFIX_ATTN_SPEED": "1"}), "settings"),
-    "hook target gone": (
-        replace(GOOD, hooks=(Hook("batch_requests", "sglang.a.b", "why", "a.b: no b"),)),
-        "hook batch_requests",
-    ),
-    "CPU hook target gone": (
-        replace(ON_CPU, hooks=(Hook("cpu_last_loc", "sglang.c", "why", "no attribute"),)),
-        "hook cpu_last_loc",
-    ),
-    "no device": (replace(ON_CPU, env={}), "device"),
-    "CPU engine of SGLang": (replace(ON_CPU, env=CPU | {"SGLANG_USE_CPU_ENGINE": "1"}), "device"),
-    "old GPU": (replace(GOOD, arch=(7, 5)), "device"),
-    "no compiler on a GPU": (replace(GOOD, compiler=""), "C compiler"),
-    "a CC that is not there": (replace(GOOD, compiler="", env={"CC": "/no/cc"}), "C compiler"),
-    "row tiles on another GPU": (
-        replace(GOOD, no_row_tiles="compute:8.0", env={"SGL_PREFIX_ATTN_KERNELS": "row_tiles"}),
-        "kernels",
-    ),
-    "calibrations do not load": (
-        replace(GOOD, calibration="ImportError: x", calibration_source=""),
-        "calibration",
-    ),
+    "old python": (gpu(python=(3, 9)), "python"),
+    "no torch": (gpu(versions=without("torch")), "torch"),
+    "no sglang": (gpu(versions=without("sglang")), "sglang version"),
+    "no flashinfer on a GPU": (gpu(versions=without("flashinfer-python")), "flashinfer-python"),
+    "other sglang": (gpu(versions=versions(sglang="0.5.9")), "sglang version"),
+    "not installed": (gpu(plugins=()), "plugin entry point"),
+    "installed twice": (gpu(plugins=(OURS, OURS)), "plugin entry point"),
+    "name taken": (gpu(plugins=(EntryPoint("other:f", "other"),)), "plugin entry point"),
+    "excluded": (gpu(env={"SGLANG_PLUGINS": "a, b"}), "plugin filters"),
+    "platform excluded": (cpu(env=CPU | {"SGLANG_PLUGINS": "prefix_attn"}), "plugin filters"),
+    "other platform": (gpu(env={"SGLANG_PLATFORM": "vendor"}), "plugin filters"),
+    "bad value": (gpu(env={"SGL_PREFIX_ATTN_STRATEGY": "best"}), "settings"),
+    "unknown variable": (gpu(env={"SGL_PREFIX_ATTN_SPEED": "1"}), "settings"),
+    "hook target gone": (gpu(hooks=(GONE,)), "hook batch_requests"),
+    "CPU hook target gone": (cpu(hooks=(CPU_GONE,)), "hook cpu_last_loc"),
+    "no device": (cpu(env={}), "device"),
+    "CPU engine of SGLang": (cpu(env=CPU | {"SGLANG_USE_CPU_ENGINE": "1"}), "device"),
+    "old GPU": (gpu(arch=(7, 5)), "device"),
+    "no compiler on a GPU": (gpu(compiler=""), "C compiler"),
+    "a CC that is not there": (gpu(compiler="", env={"CC": "/no/cc"}), "C compiler"),
+    "row tiles on another GPU": (gpu(no_row_tiles="compute:8.0", env=WANTED), "kernels"),
+    "no calibration": (gpu(calibration="ImportError: x", calibration_source=""), "calibration"),
 }
 
 
@@ -105,17 +99,17 @@ def test_each_fault_fails_its_check_and_says_what_to_do(name):
 
 
 def test_a_local_build_of_sglang_is_the_same_version():
-    case = replace(GOOD, versions=GOOD.versions | {"sglang": "0.5.17+cu130"})
+    case = gpu(versions=versions(sglang="0.5.17+cu130"))
     assert doctor.works(run_checks(case))
 
 
 def test_on_a_gpu_a_package_that_sglang_does_not_ask_for_is_a_warning():
     unmet = {"torch": "==2.11.0"}
-    (check,) = (c for c in run_checks(replace(GOOD, unmet=unmet)) if c.status != OK)
+    (check,) = (c for c in run_checks(gpu(unmet=unmet)) if c.status != OK)
     assert (check.name, check.status) == ("torch", WARN)
     assert check.detail == "1.0, but SGLang requires torch==2.11.0"
     assert check.fix == "pip install 'torch==2.11.0'"
-    assert {check.status for check in run_checks(replace(ON_CPU, unmet=unmet))} == {OK}
+    assert {check.status for check in run_checks(cpu(unmet=unmet))} == {OK}
 
 
 def test_requirements_of_the_installed_sglang_are_compared(monkeypatch):
@@ -167,7 +161,7 @@ def test_the_compiler_is_the_one_that_triton_calls(programs, monkeypatch):
 def test_without_a_calibration_for_this_gpu_the_backend_works_with_a_warning(source, warning):
     """Or with one of other versions."""
     found = {"calibration_source": source, "calibration_warning": warning}
-    checks = run_checks(replace(GOOD, calibration=f"calibration {source}: a.json", **found))
+    checks = run_checks(gpu(calibration=f"calibration {source}: a.json", **found))
     (check,) = [check for check in checks if check.status == WARN]
     assert (check.name, check.detail) == ("calibration", f"32/8 heads: {source}: a.json")
     assert "sgl-prefix-attn calibrate" in check.fix and doctor.works(checks)
@@ -184,14 +178,14 @@ def test_the_calibration_of_a_gpu_is_looked_up(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("python", "newest"), [((3, 10), "0.5.21"), ((3, 11), "0.5.23")])
 def test_the_release_to_install_is_one_that_this_python_runs(python, newest):
-    checks = run_checks(replace(GOOD, python=python, versions=without("sglang")))
+    checks = run_checks(gpu(python=python, versions=without("sglang")))
     (check,) = [check for check in checks if check.name == "sglang version"]
     assert check.fix == f"pip install sglang=={newest}"
     assert ("on Python 3.10 up to 0.5.21" in check.detail) == (python == (3, 10))
 
 
 def test_an_sglang_that_was_not_tried_is_a_warning():
-    checks = run_checks(replace(GOOD, versions=GOOD.versions | {"sglang": "0.5.99"}))
+    checks = run_checks(gpu(versions=versions(sglang="0.5.99")))
     (check,) = [check for check in checks if check.status == WARN]
     assert check.name == "sglang version" and doctor.works(checks)
     assert f"served as {RELEASES[-1].version}" in check.detail
@@ -201,7 +195,7 @@ def test_the_models_that_prefix_kernels_run_are_named():
     detail = "bfloat16, float16; heads of 16 to 256 dimensions; 1 to 128 query heads per KV head"
     assert doctor_facts._models("NVIDIA H100") == detail
     assert "float32" in doctor_facts._models("")
-    (check,) = (c for c in run_checks(replace(GOOD, models=detail)) if c.name == "models")
+    (check,) = (c for c in run_checks(gpu(models=detail)) if c.name == "models")
     assert (check.status, check.detail) == (OK, f"{detail}; others run stock attention")
 
 
@@ -209,9 +203,9 @@ def test_the_models_that_prefix_kernels_run_are_named():
     ("case", "says"),
     [
         (GOOD, "32/8 heads: row tiles"),
-        (replace(GOOD, no_row_tiles="compute:8.0"), "32/8 heads: packs"),
-        (replace(GOOD, env={"SGL_PREFIX_ATTN_STRATEGY": "pat"}), "no row tiles (strategy:pat)"),
-        (replace(GOOD, env={"SGL_PREFIX_ATTN_KERNELS": "triton"}), "no row tiles (kernels:triton)"),
+        (gpu(no_row_tiles="compute:8.0"), "32/8 heads: packs"),
+        (gpu(env={"SGL_PREFIX_ATTN_STRATEGY": "pat"}), "no row tiles (strategy:pat)"),
+        (gpu(env={"SGL_PREFIX_ATTN_KERNELS": "triton"}), "no row tiles (kernels:triton)"),
         (ON_CPU, "packs (Triton, torch on a CPU), no row tiles (device:cpu)"),
     ],
 )
@@ -230,16 +224,16 @@ def test_whether_row_tiles_run_is_looked_up(capability, why_not, monkeypatch):
 
 
 def test_without_sglang_no_hook_is_blamed():
-    failed = [c for c in run_checks(replace(GOOD, versions=without("sglang"))) if c.fix]
+    failed = [c for c in run_checks(gpu(versions=without("sglang"))) if c.fix]
     assert [check.name for check in failed] == ["sglang", "sglang version"]
     assert failed[1].fix == f"pip install sglang=={RELEASES[-1].version}"
 
 
 def test_what_the_cpu_can_do_without():
-    case = replace(ON_CPU, versions=without("flashinfer-python"), compiler="")
+    case = cpu(versions=without("flashinfer-python"), compiler="")
     assert doctor.works(run_checks(case))
-    hooks = (*GOOD.hooks, Hook("cpu_last_loc", "sglang.c", "why", "no attribute c"))
-    assert doctor.works(run_checks(replace(GOOD, hooks=hooks))), "not needed on a GPU"
+    hooks = (*GOOD.hooks, CPU_GONE)
+    assert doctor.works(run_checks(gpu(hooks=hooks))), "not needed on a GPU"
 
 
 def test_a_target_that_is_gone_is_seen(monkeypatch):
@@ -262,7 +256,7 @@ def test_every_patch_is_a_hook_of_the_release():
 def test_the_trees_are_those_of_the_installed_release(monkeypatch):
     for version, tree in (("0.5.17", "RadixCache,"), ("0.5.23", "in Rust")):
         facts = [doctor_facts._first_line(r) for r in doctor_facts._release(version).readers]
-        (check,) = [c for c in run_checks(replace(GOOD, trees=tuple(facts))) if "tree" in c.name]
+        (check,) = [c for c in run_checks(gpu(trees=tuple(facts))) if "tree" in c.name]
         assert tree in check.detail
 
 
@@ -284,7 +278,7 @@ def test_the_command_on_this_machine(opted_in, monkeypatch, capsys):
 
 
 def test_the_table_names_what_fails_and_the_fix(monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "gather", lambda: replace(GOOD, plugins=()))
+    monkeypatch.setattr(doctor, "gather", lambda: gpu(plugins=()))
     assert main.main(["doctor"]) == 1
     text = capsys.readouterr().out
     assert "plugin entry point" in text and "pip install sgl-prefix-attn" in text
