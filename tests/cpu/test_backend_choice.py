@@ -11,13 +11,7 @@ from sgl_prefix_attn.execute.backends.choice import (
     why_no_backend,
     why_no_row_tiles,
 )
-from sgl_prefix_attn.execute.backends.family import (
-    AUTO,
-    ROW_TILES,
-    TRITON,
-    Family,
-    choose_family,
-)
+from sgl_prefix_attn.execute.backends.family import AUTO, ROW_TILES, TRITON, Family, choose_family
 from sgl_prefix_attn.execute.backends.torch_backend import TorchBackend
 from sgl_prefix_attn.execute.backends.triton_backend import TritonBackend
 from sgl_prefix_attn.execute.executor import PlanExecutor

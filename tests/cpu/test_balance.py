@@ -29,8 +29,10 @@ def slot_copies(forest) -> int:
 
 @given(ANY, PRICES)
 @settings(max_examples=150, deadline=None)
-def test_nodes_hold_what_their_requests_share(paths, price):
+def test_nodes_hold_what_their_requests_share_and_are_copied_seldom(paths, price):
+    unique = build_forest(paths).unique_tokens
     forest = balanced(build_forest(paths), price)
+    assert slot_copies(forest) <= unique * int(np.log2(paths.leaf.size + 1)), "halvings"
     assert all(-1 <= parent < i for i, parent in enumerate(forest.parent.tolist()))
     assert (forest.seq_lens == paths.seq_lens).all()
     requests = [set() for _ in forest.parent]
@@ -45,14 +47,6 @@ def test_nodes_hold_what_their_requests_share(paths, price):
     for node, rows in enumerate(requests):
         assert len(rows) == forest.num_queries[node] >= 2
         assert rows <= sharers(paths, min(rows))[forest.end[node] - 1], "they share its last slot"
-
-
-@given(ANY, PRICES)
-@settings(max_examples=150, deadline=None)
-def test_a_slot_is_copied_at_most_as_often_as_the_batch_can_be_halved(paths, price):
-    forest = build_forest(paths)
-    copies = slot_copies(balanced(forest, price))
-    assert copies <= forest.unique_tokens * int(np.log2(paths.leaf.size + 1))
 
 
 @given(ANY)

@@ -1,7 +1,5 @@
 """What a server allocates at start, and what it refuses to."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -9,21 +7,13 @@ from sgl_prefix_attn.engine.build import build
 from sgl_prefix_attn.records import HeadConfig
 from sgl_prefix_attn.settings import Settings
 from tests.support.forests import nested_paths
+from tests.support.parallel import model_runner
 
-
-def runner(max_batch, max_tokens=4096, device="cpu"):
-    return SimpleNamespace(
-        device=device,
-        dtype=torch.float32,
-        kv_cache_dtype=torch.float32,
-        page_size=1,
-        req_to_token_pool=SimpleNamespace(size=max_batch),
-        max_total_num_tokens=max_tokens,
-    )
+RUNNER = model_runner(max_batch=48, max_tokens=4096)
 
 
 def test_the_planner_keeps_within_what_is_allocated():
-    built = build(runner(48), HeadConfig(48, 1, 64), Settings(strategy="naive"))
+    built = build(RUNNER, HeadConfig(48, 1, 64), Settings(strategy="naive"))
     plan = built.planner.plan(nested_paths(48, 40))
     assert built.executor.capacity.covers(plan)
     # A plan that shares all of it would not fit.
@@ -33,7 +23,7 @@ def test_the_planner_keeps_within_what_is_allocated():
 @pytest.mark.parametrize("headroom", [10**9, 10**8])
 def test_a_headroom_beyond_the_memory_is_named_with_its_bytes(headroom):
     with pytest.raises(ValueError) as error:
-        build(runner(48), HeadConfig(8, 2, 64), Settings(headroom=headroom))
+        build(RUNNER, HeadConfig(8, 2, 64), Settings(headroom=headroom))
     assert f"SGL_PREFIX_ATTN_HEADROOM={headroom} takes {4 * 48 * headroom:,} bytes" in str(error)
     assert "lower it, or --max-running-requests" in str(error)
 
@@ -41,4 +31,4 @@ def test_a_headroom_beyond_the_memory_is_named_with_its_bytes(headroom):
 def test_on_a_gpu_it_is_the_free_memory_that_counts(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**6, 10**9))
     with pytest.raises(ValueError, match="takes 1,920,000 bytes .* where 1,000,000 are possible"):
-        build(runner(48, device="cuda"), HeadConfig(8, 2, 64), Settings(headroom=10**4))
+        build(model_runner("cuda", max_batch=48), HeadConfig(8, 2, 64), Settings(headroom=10**4))

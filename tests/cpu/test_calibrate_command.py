@@ -146,17 +146,12 @@ def test_bad_arguments_are_named(options, reason, gpu, capsys):
     assert FakeMeter.measured == 0
 
 
-def test_without_a_gpu_it_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main.main(["calibrate"]) == 2
-    assert "no CUDA GPU" in capsys.readouterr().err
-
-
-def test_without_flashinfer_it_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+@pytest.mark.parametrize(("gpu", "lacks"), [(False, "no CUDA GPU"), (True, "FlashInfer")])
+def test_without_a_gpu_or_flashinfer_it_says_so(gpu, lacks, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     assert main.main(["calibrate"]) == 2
-    assert "FlashInfer" in capsys.readouterr().err
+    assert lacks in capsys.readouterr().err
 
 
 def test_a_wrong_kernel_writes_nothing(gpu, capsys, monkeypatch):
@@ -195,12 +190,7 @@ def test_a_full_disk_is_refused_before_measuring(gpu, capsys, monkeypatch):
     assert f"cannot write {out}: [Errno 28]" in refused(capsys, "--out", out)
 
 
-def test_without_a_home_it_says_what_to_do(gpu, capsys, monkeypatch):
-    def no_home():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(store.Path, "home", no_home)
+def test_without_a_home_it_says_what_to_do(gpu, no_home, capsys):
     text = refused(capsys)
     assert "no home folder" in text and "XDG_CACHE_HOME" in text and "--out" in text
     assert main.main([*COMMAND, "--out", str(gpu / "x.json")]) == 0

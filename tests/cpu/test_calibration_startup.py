@@ -17,7 +17,7 @@ from sgl_prefix_attn.predict.predictor import Predictor
 from sgl_prefix_attn.records import HeadConfig
 from sgl_prefix_attn.settings import Settings
 from tests.support.calibrations import HEADS, KEY, NUM_SMS, calibration
-from tests.support.parallel import ranks
+from tests.support.parallel import model_runner, ranks
 
 
 def put_in_cache(home, rates: str):
@@ -57,28 +57,26 @@ def test_every_rank_gets_the_first_ones(tmp_path):
         assert dict(results) == {0: wanted, 1: wanted}
 
 
-def test_one_rank_needs_no_process_group(home, caplog):
-    wanted = put_in_cache(home, "A100")
+@pytest.mark.parametrize(
+    ("measured", "versions", "source", "level", "says"),
+    [
+        (True, {}, "measured", "INFO", "measured on this machine"),
+        (False, {}, "conservative", "WARNING", "`sgl-prefix-attn calibrate"),
+        (True, {"torch": "9.0"}, "measured", "WARNING", "not 9.0; `sgl-prefix-attn calibrate"),
+    ],
+)
+def test_one_rank_says_what_it_found(
+    measured, versions, source, level, says, home, caplog, monkeypatch
+):
+    """With no process group."""
+    wanted = put_in_cache(home, "A100") if measured else None
+    here = store.versions() | versions
+    monkeypatch.setattr(store, "versions", lambda: here)
     with caplog.at_level(logging.INFO):
-        assert startup.agreed(KEY, NUM_SMS) == wanted
+        found = startup.agreed(KEY, NUM_SMS)
+    assert found.source == source and wanted in (None, found)
     (record,) = caplog.records
-    assert record.levelno == logging.INFO and "measured on this machine" in record.message
-
-
-def test_a_conservative_calibration_is_a_warning(home, caplog):
-    with caplog.at_level(logging.INFO):
-        assert startup.agreed(KEY, NUM_SMS).source == "conservative"
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING and "sgl-prefix-attn calibrate" in record.message
-
-
-def test_other_versions_are_a_warning(home, caplog, monkeypatch):
-    put_in_cache(home, "A100")
-    monkeypatch.setattr(store, "versions", lambda: {"torch": "9.0"})
-    with caplog.at_level(logging.INFO):
-        assert startup.agreed(KEY, NUM_SMS).source == "measured"
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING and "not 9.0; `sgl-prefix-attn" in record.message
+    assert record.levelname == level and says in record.message
 
 
 @pytest.mark.parametrize("gpu", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
@@ -96,23 +94,12 @@ def test_a_library_call_on_a_gpu_plans_with_its_calibration_too(monkeypatch, tmp
     assert startup.default_costs("cuda", heads) == shipped.costs
 
 
-def runner(device="cpu"):
-    return SimpleNamespace(
-        device=device,
-        page_size=1,
-        dtype=torch.bfloat16,
-        kv_cache_dtype=torch.bfloat16,
-        req_to_token_pool=SimpleNamespace(size=4),
-        max_total_num_tokens=256,
-    )
-
-
 def test_a_cpu_server_has_no_calibration(home, caplog):
     with caplog.at_level(logging.INFO):
-        built = build.build(runner(), HEADS, Settings())
+        built = build.build(model_runner(), HEADS, Settings())
     assert built.predictor is None
     assert not [r for r in caplog.records if "calibration" in r.getMessage()]
-    assert built.planner.costs == CostModel.for_gpu("cpu", HEADS)
+    assert built.planner.costs == CostModel.for_gpu("cpu", HEADS, 4)
     costs = startup.default_costs("cpu", HEADS, torch.float32)
     assert costs == CostModel.for_gpu("cpu", HEADS, 4)
 
@@ -135,7 +122,7 @@ def test_a_gpu_server_plans_with_the_calibration_of_its_group(tp_size, monkeypat
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(build, "agreed", agreed)
     monkeypatch.setattr(sglang_config, "parallel", lambda: ranks(tp_size, "group"))
-    built = build.build(runner("cuda"), HEADS, Settings())
+    built = build.build(model_runner("cuda", torch.bfloat16), HEADS, Settings())
     assert asked == [(KEY, tiles.num_sms, "group" if tp_size == 2 else None)]
     assert built.planner.costs == calibration().costs
     assert isinstance(built.predictor, Predictor)

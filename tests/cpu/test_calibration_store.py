@@ -166,14 +166,7 @@ def test_the_cache_folder_follows_xdg(tmp_path):
     assert store.cache_folder({"XDG_CACHE_HOME": ""}).parts[-3] == ".cache"
 
 
-def test_without_a_home_the_shipped_files_are_used(folders, monkeypatch, tmp_path):
-    """By a user without HOME and without an entry in the user database."""
-
-    def no_home():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(store.Path, "home", no_home)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+def test_without_a_home_the_shipped_files_are_used(folders, no_home, monkeypatch, tmp_path):
     put_in_shipped(folders, "a.json")
     monkeypatch.setattr(store, "SHIPPED", folders.shipped)
     assert store.cache_folder() is None

@@ -161,34 +161,37 @@ def intervals(*events):
 A, B, C = object(), object(), object()
 
 
-def test_an_interval_needs_the_step_before_it_too():
-    """With overlap scheduling it is the time of the step before, or of the prefill before that."""
-    told = intervals((1, [A], "prefix"), (3, [A], "prefix"), (6, [A], "prefix"), (10, [A], "stock"))
-    assert told == [None, None, ("prefix", 3), ("prefix", 4)]
+STEADY = [(t, [A], "prefix") for t in range(1, 7)]
+INTERVALS = {
+    # With overlap scheduling it is the time of the step before, or of the prefill before that.
+    "it needs the step before it, too": (
+        [(1, [A], "prefix"), (3, [A], "prefix"), (6, [A], "prefix"), (10, [A], "stock")],
+        [None, None, ("prefix", 3), ("prefix", 4)],
+    ),
+    "around a switch it is neither variant's": (
+        [(t, [A], "stock" if t < 4 else "prefix") for t in range(1, 8)],
+        [None, None, *[("stock", 1)] * 2, None, *[("prefix", 1)] * 2],
+    ),
+    "a prefill in between starts anew": (
+        [*STEADY[:3], "interrupt", *STEADY[3:]],
+        [None, None, ("prefix", 1)] * 2,
+    ),
+    "requests may leave": (
+        [(1, [A, B], "prefix"), (2, [A, B], "prefix"), (3, [A], "prefix")],
+        [None, None, ("prefix", 1)],
+    ),
+    # Idle since A ended: its KV may come from another server.
+    "but not all of them": (
+        [*STEADY[:3], (60, [C], "prefix"), (61, [C, B], "prefix"), (62, [C, B], "prefix")],
+        [None, None, ("prefix", 1)] * 2,
+    ),
+}
 
 
-def test_an_interval_around_a_switch_is_neither_variants():
-    told = intervals(*((t, [A], "stock" if t < 4 else "prefix") for t in range(1, 8)))
-    assert [t and t[0] for t in told] == [None, None, *["stock"] * 2, None, *["prefix"] * 2]
-
-
-def test_a_prefill_in_between_starts_anew():
-    steps = [(t, [A], "prefix") for t in range(1, 7)]
-    assert intervals(*steps[:3], "interrupt", *steps[3:]) == [
-        None, None, ("prefix", 1), None, None, ("prefix", 1)
-    ]  # fmt: skip
-
-
-def test_requests_may_leave_but_not_all_of_them():
-    told = intervals(
-        (1, [A, B], "prefix"),
-        (2, [A, B], "prefix"),
-        (3, [A], "prefix"),
-        (60, [C], "prefix"),  # idle since A ended: its KV may come from another server
-        (61, [C, B], "prefix"),
-        (62, [C, B], "prefix"),
-    )
-    assert told == [None, None, ("prefix", 1), None, None, ("prefix", 1)]
+@pytest.mark.parametrize("case", INTERVALS)
+def test_which_intervals_tell_a_steps_time(case):
+    events, told = INTERVALS[case]
+    assert intervals(*events) == told
 
 
 # --- the line in the log -------------------------------------------------------------------------

@@ -1,15 +1,14 @@
 """Forest + packing -> packs: runs of merged nodes, each position of each request covered once."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.packs import make_packs
-from sgl_prefix_attn.plan.profit import STRATEGIES, choose_packing
+from sgl_prefix_attn.plan.profit import choose_packing
 from sgl_prefix_attn.records import HeadConfig, Packing
-from tests.support.forests import bytes_only, path_tables, random_paths
+from tests.support.forests import bytes_only, path_tables
 
 COSTS = bytes_only(HeadConfig(8, 2, 64))
 
@@ -87,10 +86,3 @@ def test_naive_is_one_pack_a_node_and_query_one_a_request(paths):
     assert query.kv_start.tolist() == [0] * batch
     assert query.kv_end.tolist() == forest.seq_lens.tolist()
     assert query.queries.tolist() == query.tail.tolist() == list(range(batch))
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_large_batches(strategy):
-    forest = build_forest(random_paths(113, 113, 30))
-    packing = choose_packing(forest, strategy, COSTS)
-    assert as_dict(make_packs(forest, packing), forest) == expected_packs(forest, packing)

@@ -5,13 +5,7 @@ import dataclasses
 import pytest
 
 from sgl_prefix_attn.records import Decision, Prediction
-from sgl_prefix_attn.step.policy import (
-    GAINS,
-    HELD_LOSS,
-    HOLD_STEPS,
-    BatchFacts,
-    decide,
-)
+from sgl_prefix_attn.step.policy import GAINS, HELD_LOSS, HOLD_STEPS, BatchFacts, decide
 
 
 @pytest.mark.parametrize(

@@ -29,20 +29,13 @@ def test_plans_once_and_counts_every_step(world):
     assert steps.counters.plans == Counter(first=1)
     assert steps.counters.steps == {DEFAULT: 2}
     # 4 requests, 40 shared and 2 (then 3) private tokens each.
-    assert steps.counters.kv_tokens == {
-        "read": 40 + 4 * 2 + 40 + 4 * 3,
-        "query_centric": 4 * 42 + 4 * 43,
-        "unique": 40 + 4 * 2 + 40 + 4 * 3,
-    }
-
-
-def test_steps_before_a_new_plan_are_counted_with_the_old_one(world):
-    steps = preparer()
-    run(steps, world, 1)
-    run(steps, world, 2)
+    read = 40 + 4 * 2 + 40 + 4 * 3
+    query_centric = 4 * 42 + 4 * 43
+    counted = {"read": read, "query_centric": query_centric, "unique": read}
+    assert steps.counters.kv_tokens == counted
     world.reqs.pop()
     run(steps, world, 3)
-    assert steps.counters.kv_tokens["read"] == (40 + 4 * 2) + (40 + 4 * 3) + (40 + 3 * 4)
+    assert steps.counters.kv_tokens["read"] == read + 40 + 3 * 4, "those of another plan"
 
 
 def test_replans_by_cause(world):

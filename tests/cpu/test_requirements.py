@@ -24,11 +24,8 @@ def install():
 @pytest.fixture
 def locks(install, tmp_path, monkeypatch):
     """install.py over three made-up locks; 0.9.12 needs Python 3.11."""
-    for release, marker in (
-        ("0.9.10", ""),
-        ("0.9.12", "; python_version >= '3.11'"),
-        ("0.9.9", ""),
-    ):
+    releases = {"0.9.10": "", "0.9.12": "; python_version >= '3.11'", "0.9.9": ""}
+    for release, marker in releases.items():
         (tmp_path / f"sglang-{release}.txt").write_text(f"a==1\nsglang=={release}{marker}\nz==2\n")
     monkeypatch.setattr(install, "HERE", tmp_path)
     return install

@@ -49,18 +49,17 @@ def check_layout(plan, headroom):
     words = plan.words
     assert words.dtype == np.int32 and words[L.H_VERSION] == L.VERSION
     assert words[L.H_BATCH] == plan.batch_size == plan.seq_lens.size
+    queues = range(L.H_QUEUES, L.HEADER_WORDS, 2)
     at = L.HEADER_WORDS
-    assert words[L.H_SEGMENTS] == at
-    at += words[L.H_NUM_SEGMENTS] * L.SEGMENT_WORDS
-    assert words[L.H_TAILS] == at
-    at += plan.batch_size * L.TAIL_WORDS
-    assert words[L.H_ENTRIES] == at
-    at += plan.packs.queries.size * L.ENTRY_WORDS
-    assert words[L.H_MERGES] == at
-    at += words[L.H_NUM_MERGES] * L.MERGE_WORDS
-    for tile in range(L.MAX_TILES):
-        assert words[L.H_QUEUES + 2 * tile] == at
-        at += words[L.H_QUEUES + 2 * tile + 1] * L.ITEM_WORDS
+    for section, size in (
+        (L.H_SEGMENTS, words[L.H_NUM_SEGMENTS] * L.SEGMENT_WORDS),
+        (L.H_TAILS, plan.batch_size * L.TAIL_WORDS),
+        (L.H_ENTRIES, plan.packs.queries.size * L.ENTRY_WORDS),
+        (L.H_MERGES, words[L.H_NUM_MERGES] * L.MERGE_WORDS),
+        *((queue, words[queue + 1] * L.ITEM_WORDS) for queue in queues),
+    ):
+        assert words[section] == at
+        at += size
     assert at == words.size
     end = 0
     tails = words[words[L.H_TAILS] :][: plan.batch_size * L.TAIL_WORDS].reshape(-1, L.TAIL_WORDS)

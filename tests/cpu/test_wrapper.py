@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sgl_prefix_attn
-from sgl_prefix_attn import PrefixDecodeWrapper
 from sgl_prefix_attn.execute.backends.torch_backend import TorchBackend
 from sgl_prefix_attn.execute.lse import Lse
 from sgl_prefix_attn.plan import STRATEGIES
@@ -186,5 +185,4 @@ def test_before_plan(call):
 
 
 def test_exported():
-    assert sgl_prefix_attn.PrefixDecodeWrapper is PrefixDecodeWrapper
     assert sgl_prefix_attn.Lse is Lse

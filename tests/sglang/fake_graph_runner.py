@@ -107,13 +107,11 @@ class GraphRunner(DecodeCudaGraphRunner):
         self.device_module = Device(self.backend)
         generator = torch.Generator().manual_seed(1)
         self.qkv = [torch.randn(16, h, D, generator=generator) for h in (HQ, HKV, HKV)]
+        zeros = ("input_ids", "positions", "req_pool_indices", "out_cache_loc")
         self.buffers = SimpleNamespace(
-            input_ids=torch.zeros(self.max_bs, dtype=torch.int64),
-            positions=torch.zeros(self.max_bs, dtype=torch.int64),
-            req_pool_indices=torch.zeros(self.max_bs, dtype=torch.int64),
+            **{name: torch.zeros(self.max_bs, dtype=torch.int64) for name in zeros},
             seq_lens=torch.ones(self.max_bs, dtype=torch.int64),
             seq_lens_cpu=torch.ones(self.max_bs, dtype=torch.int64),
-            out_cache_loc=torch.zeros(self.max_bs, dtype=torch.int64),
             mamba_track_indices=None,
             num_token_non_padded=None,
         )

@@ -15,6 +15,7 @@ from tests.support.parallel import ranks
 
 HQ, HKV, D = 4, 2, 8
 PLAIN_SERVER = {
+    "enable_metrics": False,
     "enable_dp_attention": False,
     "enable_two_batch_overlap": False,
     "enable_pdmux": False,
@@ -105,11 +106,7 @@ class Server:
             model=torch.nn.Sequential(self.layer),
             req_to_token_pool=SimpleNamespace(size=16, req_to_token=self.world.req_to_token),
             token_to_kv_pool=Pool(4096),
-            server_args=SimpleNamespace(
-                enable_metrics=False,
-                decode_log_interval=40,
-                **PLAIN_SERVER,
-            ),
+            server_args=SimpleNamespace(**PLAIN_SERVER, decode_log_interval=40),
         )
         self.parallel = ranks(tp_size)
         monkeypatch.setattr(sglang_config, "parallel", lambda: self.parallel)

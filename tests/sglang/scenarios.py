@@ -34,6 +34,10 @@ async def generate(engine, ids, new_tokens, *, at=None, **options):
     return output
 
 
+async def together(requests):
+    return await asyncio.gather(*requests)
+
+
 async def after(event, request):
     await event.wait()
     return await request
@@ -59,7 +63,7 @@ async def staggered(engine):
 async def duplicates(engine):
     """Identical prompts at once: each is prefilled, then mapped to the first one's slots."""
     ids = tokens(11, 65)
-    return await asyncio.gather(*(generate(engine, ids, 20) for _ in range(4)))
+    return await together(generate(engine, ids, 20) for _ in range(4))
 
 
 async def late_prompt(engine):
@@ -110,9 +114,7 @@ async def two_turns(engine):
 
 
 async def unshared(engine):
-    return await asyncio.gather(
-        *(generate(engine, tokens(50 + i, 30 + 7 * i), 10 + i) for i in range(4))
-    )
+    return await together(generate(engine, tokens(50 + i, 30 + 7 * i), 10 + i) for i in range(4))
 
 
 async def extra_key(engine):
@@ -127,17 +129,13 @@ async def extra_key(engine):
 async def siblings(engine):
     """Four requests under one prompt that is already cached, decoding together."""
     await generate(engine, SYSTEM, 2)
-    return await asyncio.gather(
-        *(generate(engine, SYSTEM + tokens(70 + i, 6 + i), 24) for i in range(4))
-    )
+    return await together(generate(engine, SYSTEM + tokens(70 + i, 6 + i), 24) for i in range(4))
 
 
 async def crowd(engine):
     """Six requests under one prompt that is already cached: more than a small graph holds."""
     await generate(engine, SYSTEM, 2)
-    return await asyncio.gather(
-        *(generate(engine, SYSTEM + tokens(80 + i, 6 + i), 16) for i in range(6))
-    )
+    return await together(generate(engine, SYSTEM + tokens(80 + i, 6 + i), 16) for i in range(6))
 
 
 async def adapters(engine):

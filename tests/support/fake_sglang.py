@@ -5,6 +5,7 @@ match ends at a node boundary. It is shown as each of SGLang's caches shows it (
 """
 
 from dataclasses import dataclass, field
+from os.path import commonprefix
 from types import SimpleNamespace
 
 import msgspec
@@ -30,18 +31,13 @@ class Node:
 # The reader goes by the exact class of the cache.
 RadixCache = type("RadixCache", (), {"__module__": "sglang.srt.mem_cache.radix_cache"})
 ChunkCache = type("ChunkCache", (), {"__module__": "sglang.srt.mem_cache.chunk_cache"})
-UnifiedRadixCache = type(
-    "UnifiedRadixCache",
-    (),
-    {
-        "__module__": "sglang.srt.mem_cache.unified_radix_cache",
-        "tree_components": (0,),
-        "cache_controller": None,
-        "linker": None,
-        "tree_core": None,
-    },
-)
 HiRadixCache = type("HiRadixCache", (RadixCache,), {"__module__": "sglang.srt.mem_cache.hiradix"})
+
+
+class UnifiedRadixCache:
+    __module__ = "sglang.srt.mem_cache.unified_radix_cache"
+    tree_components = (0,)
+    cache_controller = linker = tree_core = None
 
 
 @dataclass
@@ -134,7 +130,7 @@ class World:
                 child = Node(node, rest, slots)
                 node.children[rest[0]] = child
                 return child
-            common = _common(child.tokens, rest)
+            common = len(commonprefix([child.tokens, rest]))
             node = child if common == len(child.tokens) else self._split(child, common)
             rest = rest[common:]
         return node
@@ -192,9 +188,3 @@ def ancestors(node: Node | None) -> list[Node]:
         nodes.append(node)
         node = node.parent
     return nodes[::-1]
-
-
-def _common(a, b) -> int:
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )

@@ -16,17 +16,10 @@ PROFIT_LENGTHS = (1, 2, 3, 4, 5, 8, 12, 16, 17, 40, 200)
 
 def bytes_only(heads: HeadConfig, kv_bytes: int = 2) -> CostModel:
     """Cost = bytes of KV and partial results, as PAT's profit model counts them."""
-    return CostModel(
-        kv_token=2 * heads.num_kv_heads * heads.head_dim * kv_bytes,
-        mma_row=0.0,
-        partial=partial_bytes(heads, kv_bytes),
-        item=0.0,
-        pack=0.0,
-        launch=0.0,
-        chain=0.0,
-        group_size=heads.group_size,
-        num_kv_heads=heads.num_kv_heads,
-    )
+    kv_token = 2 * heads.num_kv_heads * heads.head_dim * kv_bytes
+    partial = partial_bytes(heads, kv_bytes)
+    free = splitting_costs(heads)
+    return replace(free, kv_token=kv_token, partial=partial, mma_row=0.0, chain=0.0)
 
 
 def path_table(nodes, leaf, tails) -> PathTable:
@@ -122,9 +115,7 @@ def splitting_tiles(heads: HeadConfig, packed=True) -> TileSet:
     tail_m = max(16, 1 << (group - 1).bit_length())
     requests = min(4, 1 << (tail_m // group).bit_length() - 1)
     return TileSet(
-        shared=(
-            TileConfig(tail_m, 16), TileConfig(2 * tail_m, 64),
-        ),
+        shared=(TileConfig(tail_m, 16), TileConfig(2 * tail_m, 64)),
         tail=TileConfig(tail_m, 32, requests=1),
         packed_tail=TileConfig(tail_m, 32, requests=requests) if packed and requests > 1 else None,
         packed_len=64,
@@ -132,7 +123,7 @@ def splitting_tiles(heads: HeadConfig, packed=True) -> TileSet:
         num_sms=4,
         min_split=16,
         longest=(0.2,),
-    )  # fmt: skip
+    )
 
 
 def splitting_costs(heads: HeadConfig) -> CostModel:

@@ -1,6 +1,8 @@
-"""Stands in for SGLang's parallel state: what sglang_config.parallel() returns."""
+"""Stands in for SGLang's ModelRunner and for what sglang_config.parallel() returns."""
 
 from types import SimpleNamespace
+
+import torch
 
 
 def ranks(tp_size=1, group=None):
@@ -13,4 +15,16 @@ def ranks(tp_size=1, group=None):
         pp_size=1,
         attn_dp_size=1,
         dcp_enabled=False,
+    )
+
+
+def model_runner(device="cpu", dtype=torch.float32, max_batch=4, max_tokens=256):
+    """What building planner and kernels reads of SGLang's ModelRunner."""
+    return SimpleNamespace(
+        device=device,
+        dtype=dtype,
+        kv_cache_dtype=dtype,
+        page_size=1,
+        req_to_token_pool=SimpleNamespace(size=max_batch),
+        max_total_num_tokens=max_tokens,
     )

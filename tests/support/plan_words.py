@@ -57,10 +57,7 @@ def items(plan):
     """(tile, [items, words]) of every tile, in the order of its queue."""
     for tile in range(L.MAX_TILES):
         first, count = plan.words[L.H_QUEUES + 2 * tile :][:2]
-        yield (
-            tile,
-            plan.words[first : first + count * L.ITEM_WORDS].reshape(count, L.ITEM_WORDS),
-        )
+        yield tile, plan.words[first : first + count * L.ITEM_WORDS].reshape(count, L.ITEM_WORDS)
 
 
 def segments(words: np.ndarray) -> np.ndarray:
