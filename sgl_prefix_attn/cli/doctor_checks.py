@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sgl_prefix_attn.cli.doctor_facts import PLUGIN, Facts
-from sgl_prefix_attn.execute.backends.family import choose_family
+from sgl_prefix_attn.execute.backends.family import ROW_TILES, choose_family
 from sgl_prefix_attn.plugin.versions import RELEASES, SUPPORTED, install_command, match, newest_for
 from sgl_prefix_attn.settings import PREFIX, Settings
 
@@ -173,6 +173,11 @@ def check_kernels(facts: Facts) -> Verdict:
         family = choose_family(settings.kernels, settings.strategy, facts.no_row_tiles)
     except ValueError as error:
         return FAIL, str(error), "unset SGL_PREFIX_ATTN_KERNELS"
+    if facts.failed_self_tests and family.name == ROW_TILES:
+        failed = "; ".join(what for what, _ in facts.failed_self_tests)
+        files = " ".join(path for _, path in facts.failed_self_tests)
+        detail = f"{family}, but packs where row tiles failed their self-test: {failed}"
+        return WARN, detail, f"to try them again at the next start, remove {files}"
     return OK, f"32/8 heads: {family}" if facts.gpu else str(family)
 
 

@@ -42,6 +42,7 @@ class Facts:
     `plugins`: what SGLang would load under our entry point's name.
     `models`: which ones the kernels of the device run.
     `no_row_tiles`: why a server with 32/8 heads cannot run row tiles on this GPU, None if it can.
+    `failed_self_tests`: what failed when row tiles were tried here, and the file that says so.
     `calibration`: what a server with 32/8 heads would find, its source, and whether the server
     would log it as a warning; "" without a GPU.
     """
@@ -58,6 +59,7 @@ class Facts:
     compiler: str = ""
     models: str = ""
     no_row_tiles: str | None = None
+    failed_self_tests: tuple[tuple[str, str], ...] = ()
     calibration: str = ""
     calibration_source: str = ""
     calibration_warning: bool = False
@@ -85,6 +87,7 @@ def gather() -> Facts:
         compiler=_compiler(),
         models=_models(gpu),
         no_row_tiles=_no_row_tiles() if gpu else "device:cpu",
+        failed_self_tests=_failed_self_tests(gpu) if gpu else (),
         calibration=calibration,
         calibration_source=source,
         calibration_warning=warning,
@@ -176,6 +179,17 @@ def _no_row_tiles() -> str | None:
         return why_no_row_tiles(torch.device("cuda", 0), _HEADS, torch.bfloat16)
     except Exception as error:
         return _text(error)
+
+
+def _failed_self_tests(gpu: str) -> tuple[tuple[str, str], ...]:
+    try:
+        from sgl_prefix_attn.execute.self_test_process import failures
+        from sgl_prefix_attn.predict import store
+    except Exception:  # as above
+        return ()
+    folder = store.verdict_folder()
+    found = failures(folder, gpu, store.versions()) if folder else []
+    return tuple((f"{said.subject}: {said.why_not}", str(path)) for path, said in found)
 
 
 def _hook(module: str) -> Hook:

@@ -7,11 +7,17 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_prefix_attn.engine.ranks import agreement, cpu_group
+from sgl_prefix_attn.engine.ranks import cpu_group, of_first_rank
 from sgl_prefix_attn.execute.backends.choice import new_backend, why_no_row_tiles
 from sgl_prefix_attn.execute.backends.family import ROW_TILES, TRITON, Family, choose_family
 from sgl_prefix_attn.execute.executor import PlanExecutor
-from sgl_prefix_attn.execute.self_test import KernelsHang, check_kernels, self_test_paths
+from sgl_prefix_attn.execute.self_test_process import (
+    Subject,
+    Verdict,
+    remember,
+    remembered,
+    run_self_test,
+)
 from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.plan.capacity import Capacity
 from sgl_prefix_attn.plan.forest import build_forest
@@ -22,6 +28,7 @@ from sgl_prefix_attn.predict.predictor import Predictor, RowTilePredictor
 from sgl_prefix_attn.predict.record import Calibration
 from sgl_prefix_attn.predict.row_tile_rates import row_tile_rates
 from sgl_prefix_attn.predict.startup import agreed, default_costs, gpu_key
+from sgl_prefix_attn.predict.store import verdict_folder, versions
 from sgl_prefix_attn.records import HeadConfig, PathTable, StepPlan
 from sgl_prefix_attn.settings import PREFIX, Settings
 from sgl_prefix_attn.step.evaluate import StepPlanner, TimePredictor
@@ -42,48 +49,56 @@ def build(runner, heads: HeadConfig, settings: Settings) -> Execution:
     """Build what runs prefix steps over the heads of a ModelRunner's layers, and log its family.
 
     Raises ValueError where row tiles are wanted that cannot run, or for a headroom that does not
-    fit the device's memory; RuntimeError where row tiles hang, or are wanted and fail.
+    fit the device's memory; RuntimeError where they are wanted and fail their self-test.
     """
     _check_headroom(settings.headroom, runner.req_to_token_pool.size, torch.device(runner.device))
     calibration = _calibration(runner, heads)
     why_not = why_no_row_tiles(torch.device(runner.device), heads, runner.dtype)
     family = choose_family(settings.kernels, settings.strategy, why_not)
-    built = None
     if family.name == ROW_TILES:
-        built = _row_tiles_that_work(runner, heads, settings, calibration)
-        if built is None:
+        wanted = settings.kernels == ROW_TILES
+        verdict = of_first_rank(lambda: self_test_verdict(runner, heads, again=wanted))
+        if verdict.why_not is not None:
+            if wanted:
+                raise RuntimeError(
+                    f"SGL_PREFIX_ATTN_KERNELS=row_tiles: they failed at start: {verdict.why_not}"
+                )
+            logger.error("row tiles failed at start: %s", verdict.why_not)
             family = Family(TRITON, "failed_at_start")
     logger.info("--attention-backend prefix: prefix steps run %s", family)
-    return built or _packs(runner, heads, settings, calibration)
+    make = _row_tiles if family.name == ROW_TILES else _packs
+    return make(runner, heads, settings, calibration)
 
 
-def _row_tiles_that_work(
-    runner, heads: HeadConfig, settings: Settings, calibration: Calibration | None
-) -> Execution | None:
-    """Build row tiles; None where they fail on any tensor-parallel rank and may be done without."""
-    built, error = None, None
-    try:
-        built = _row_tiles(runner, heads, settings, calibration)
-    except KernelsHang as hang:
-        raise KernelsHang(f"{hang}; set SGL_PREFIX_ATTN_KERNELS=triton") from hang
-    except torch.AcceleratorError:
-        raise  # nothing else runs in this CUDA context either
-    except Exception as raised:
-        error = raised
-        logger.error("row tiles failed at start: %s", error, exc_info=error)
-    if agreement()(built is not None):
-        return built
-    if settings.kernels == ROW_TILES:
-        raise RuntimeError("SGL_PREFIX_ATTN_KERNELS=row_tiles: they failed at start") from error
-    return None
+def self_test_verdict(runner, heads: HeadConfig, again: bool) -> Verdict:
+    """What the self-test of row tiles said, now or at an earlier start; it does not raise.
+
+    again: a failure is not remembered, so that one that has passed by does not stay.
+    """
+    from sgl_prefix_attn.engine.model_facts import attention_layers
+
+    device = torch.device(runner.device)
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    soft_cap = max((layer.logit_cap for layer in attention_layers(runner)), default=0.0)
+    dtype = str(runner.dtype).removeprefix("torch.")
+    subject = Subject.of(gpu, heads, dtype, soft_cap, versions())
+    folder = verdict_folder()
+    if folder is not None:
+        known = remembered(folder, subject)
+        if known is not None and (known.why_not is None or not again):
+            return known
+    logger.info("trying the row-tile kernels, once for these versions: %s", subject)
+    index = torch.cuda.current_device() if device.type == "cuda" else None
+    verdict = run_self_test(subject, str(torch.device(device.type, index)))
+    if folder is not None:
+        remember(folder, verdict)
+    return verdict
 
 
 def _row_tiles(
     runner, heads: HeadConfig, settings: Settings, calibration: Calibration | None
 ) -> Execution:
-    """Build row tiles, whose kernels and planner have run when this returns."""
-    # Neither every Triton has Gluon nor every caller of this module SGLang.
-    from sgl_prefix_attn.engine.model_facts import attention_layers
+    # Not every Triton has Gluon.
     from sgl_prefix_attn.execute.backends.gluon_backend import GluonBackend
 
     device = torch.device(runner.device)
@@ -99,10 +114,6 @@ def _row_tiles(
         capacity=capacity,
     )
     planner.warm_up()
-    forest = build_forest(self_test_paths())
-    plans = (planner.serialize(forest, cut) for cut in planner.cuts(forest))
-    soft_cap = max((layer.logit_cap for layer in attention_layers(runner)), default=0.0)
-    check_kernels(backend, plans, heads, runner.dtype, device, soft_cap)
     predictor = None if calibration is None else RowTilePredictor(calibration)
     return Execution(planner, PlanExecutor(backend, capacity), predictor)
 

@@ -3,6 +3,7 @@ and a rank that asks the others at a step at which they do not ask waits for eve
 """
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.distributed
@@ -10,11 +11,24 @@ import torch.distributed
 from sgl_prefix_attn.engine import sglang_config
 from sgl_prefix_attn.settings import VARIABLES, Settings
 
+T = TypeVar("T")
+
 
 def cpu_group():
     """Return the CPU process group of the tensor-parallel ranks, None for one rank."""
     ranks = sglang_config.parallel()
     return ranks.tp_group.cpu_group if ranks.tp_size > 1 else None
+
+
+def of_first_rank(make: Callable[[], T]) -> T:
+    """Call make() on the first tensor-parallel rank and return its result on all of them; every
+    rank calls this, and make() must not raise: the others would wait."""
+    group = cpu_group()
+    if group is None:
+        return make()
+    message: list = [make() if torch.distributed.get_rank(group) == 0 else None]
+    torch.distributed.broadcast_object_list(message, group=group, group_src=0)
+    return message[0]
 
 
 def raise_unless_alike(settings: Settings, group) -> None:

@@ -46,6 +46,12 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     return Path(base) / "sgl_prefix_attn" / "calibration"
 
 
+def verdict_folder() -> Path | None:
+    """Where verdicts of the kernels' self-test lie, next to cache_folder(); None as there."""
+    folder = cache_folder()
+    return None if folder is None else folder.with_name("self_test")
+
+
 def file_name(key: CalibrationKey) -> str:
     """Name the file that `calibrate` writes."""
     return f"{_stem(key)}_kernels{key.kernels}.json"

@@ -12,7 +12,10 @@ from sgl_prefix_attn import patches
 from sgl_prefix_attn.cli import doctor, doctor_facts, main
 from sgl_prefix_attn.cli.doctor_checks import FAIL, OK, WARN, run_checks
 from sgl_prefix_attn.cli.doctor_facts import EntryPoint, Facts, Hook
+from sgl_prefix_attn.execute.self_test_process import Subject, Verdict, remember
 from sgl_prefix_attn.plugin.versions import RELEASES
+from sgl_prefix_attn.predict import store
+from sgl_prefix_attn.records import HeadConfig
 
 OURS = EntryPoint("sgl_prefix_attn.plugin.entry_point:register", "sgl-prefix-attn")
 CPU = {"SGL_PREFIX_ATTN_CPU_PLATFORM": "1"}
@@ -212,6 +215,26 @@ def test_the_models_that_prefix_kernels_run_are_named():
 def test_the_kernels_of_a_server_are_named(case, says):
     (check,) = (c for c in run_checks(case) if c.name == "kernels")
     assert check.status == OK and says in check.detail
+
+
+def test_row_tiles_that_failed_their_self_test_are_a_warning():
+    failed = replace(GOOD, failed_self_tests=(("28/4 heads: no end within 180 s", "/a/b.json"),))
+    (check,) = (c for c in run_checks(failed) if c.name == "kernels")
+    assert check.status == WARN and "28/4 heads: no end within 180 s" in check.detail
+    assert check.fix.endswith("remove /a/b.json")
+    (check,) = (c for c in run_checks(replace(failed, no_row_tiles="x")) if c.name == "kernels")
+    assert check.status == OK, "they would not be tried anyway"
+
+
+def test_verdicts_are_looked_up_next_to_the_calibrations(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert doctor_facts._failed_self_tests("NVIDIA H100") == ()
+    subject = Subject.of("NVIDIA H100", HeadConfig(28, 4, 128), "float16", 0.0, store.versions())
+    remember(store.verdict_folder(), Verdict(subject, "no end"))
+    ((what, path),) = doctor_facts._failed_self_tests("NVIDIA H100")
+    assert what == "28/4 heads of 128, float16: no end" and path.startswith(str(tmp_path))
+    remember(store.verdict_folder(), Verdict(subject, None))
+    assert doctor_facts._failed_self_tests("NVIDIA H100") == ()
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,22 @@
 """Which family of kernels a server starts with, and what it does where row tiles fail."""
 
 import logging
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
+import orjson
 import pytest
 import torch
 
 from sgl_prefix_attn.engine import build, sglang_config
-from sgl_prefix_attn.execute import self_test
+from sgl_prefix_attn.execute import self_test, self_test_process
 from sgl_prefix_attn.execute.backends.torch_backend import TorchBackend
 from sgl_prefix_attn.execute.backends.torch_row_tiles import TorchRowTiles
-from sgl_prefix_attn.execute.self_test import KernelsHang, check_kernels, self_test_paths
+from sgl_prefix_attn.execute.self_test import check_kernels, self_test_paths
+from sgl_prefix_attn.kernels.gluon import words as W
 from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
@@ -21,6 +27,7 @@ from tests.support.torch_row_tiles import say_that_row_tiles_run
 
 HEADS = HeadConfig(8, 2, 16)
 FORCED = Settings(kernels="row_tiles")
+SELF_TEST_VERDICT = build.self_test_verdict
 
 
 def runner(soft_cap=0.0):
@@ -77,83 +84,160 @@ def test_another_gpu_starts_with_packs(monkeypatch, caplog):
         build.build(runner(), HEADS, FORCED)
 
 
-def fails_to_compile(self, workspace, layer):
-    raise RuntimeError("ptxas failed")
+@pytest.fixture
+def trying(monkeypatch, tmp_path):
+    """Let starts try row tiles in a process, whose body is given; verdicts lie in tmp_path."""
+    monkeypatch.setattr(build, "self_test_verdict", SELF_TEST_VERDICT)
+    monkeypatch.setattr(build, "verdict_folder", lambda: tmp_path / "self_test")
+    monkeypatch.setattr(self_test_process, "DEADLINE_S", 20.0)
+
+    def body(code):
+        monkeypatch.setattr(self_test_process, "_COMMAND", [sys.executable, "-c", code])
+
+    return body
 
 
-def forgets_the_output(self, workspace, layer):
-    pass
+HANGS = "import time; print('waiting', flush=True); time.sleep(1000)"
+FAILS = "raise RuntimeError('ptxas failed')"
+
+
+def test_row_tiles_that_pass_are_tried_once(trying, caplog, tmp_path):
+    trying("")
+    assert start(caplog)[1]
+    (path,) = (tmp_path / "self_test").iterdir()
+    assert path.name == "cpu_8-2-16_float32.json"
+    trying(FAILS)
+    caplog.clear()
+    assert start(caplog)[1] and "trying" not in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("forward", "text"),
-    [(fails_to_compile, "ptxas failed"), (forgets_the_output, "self-test is nan off")],
+    ("code", "deadline", "text"),
+    [
+        (FAILS, 20.0, "exit status 1: RuntimeError: ptxas failed"),
+        (HANGS, 0.5, "no end within 0 s"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 20.0, "exit status -11: nothi"),
+    ],
 )
-def test_row_tiles_that_fail_leave_packs(forward, text, monkeypatch, caplog):
-    monkeypatch.setattr(TorchRowTiles, "forward", forward)
+def test_row_tiles_that_fail_leave_packs(code, deadline, text, trying, caplog, monkeypatch):
+    trying(code)
+    monkeypatch.setattr(self_test_process, "DEADLINE_S", deadline)
     assert not start(caplog)[1]
-    assert text in caplog.text and "(failed_at_start)" in caplog.text
-    with pytest.raises(RuntimeError, match="SGL_PREFIX_ATTN_KERNELS=row_tiles"):
-        build.build(runner(), HEADS, FORCED)
+    assert f"failed at start: {text}" in caplog.text and "(failed_at_start)" in caplog.text
+    trying("")  # whatever they would do now: the verdict stands
+    caplog.clear()
+    assert not start(caplog)[1] and text in caplog.text and "trying" not in caplog.text
+
+
+def test_what_hangs_is_killed_with_its_children(trying, caplog, monkeypatch, tmp_path):
+    child = tmp_path / "child"
+    code = f"import subprocess; p = subprocess.Popen(['sleep', '1000']); open({str(child)!r}, 'w')"
+    trying(code + ".write(str(p.pid)); p.wait()")
+    monkeypatch.setattr(self_test_process, "DEADLINE_S", 3.0)
+    assert not start(caplog)[1]
+    pid = int(child.read_text())
+    for _ in range(200):
+        state = Path(f"/proc/{pid}/stat")
+        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.05)
+    raise AssertionError("what the self-test started is still there")
+
+
+def test_wanted_row_tiles_are_tried_again_and_must_pass(trying, caplog):
+    trying(FAILS)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="SGL_PREFIX_ATTN_KERNELS=row_tiles.*ptxas failed"):
+            build.build(runner(), HEADS, FORCED)
+    trying("")
+    assert start(caplog, FORCED)[1] and start(caplog)[1]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"subject": {}, "why_not": null}', "null"])
+def test_a_file_that_is_no_verdict_is_made_anew(text, trying, caplog, tmp_path):
+    trying("")
+    start(caplog)
+    (path,) = (tmp_path / "self_test").iterdir()
+    good = path.read_bytes()
+    path.write_text(text)
+    caplog.clear()
+    assert start(caplog)[1] and "is not used" in caplog.text
+    assert path.read_bytes() == good
+
+
+def test_a_verdict_is_for_its_versions_kernels_and_layers_alone(trying, caplog, monkeypatch):
+    trying("")
+    start(caplog)
+    trying(FAILS)
+    assert start(caplog)[1]
+    with monkeypatch.context() as changed:
+        changed.setattr(self_test_process, "kernel_revision", lambda: "another")
+        assert not start(caplog)[1]
+    with monkeypatch.context() as changed:
+        changed.setattr(build, "versions", lambda: {"triton": "9.9"})
+        assert not start(caplog)[1]
+    assert not start(caplog, soft_cap=30.0)[1]
+
+
+def test_without_a_folder_for_verdicts_each_start_tries(trying, caplog, monkeypatch, tmp_path):
+    trying("")
+    monkeypatch.setattr(build, "verdict_folder", lambda: None)
+    assert start(caplog)[1]
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(build, "verdict_folder", lambda: tmp_path / "file" / "below")
+    assert start(caplog)[1] and "is not kept" in caplog.text
+
+
+def test_the_process_is_told_what_to_try(trying, caplog, monkeypatch, tmp_path):
+    seen = tmp_path / "seen"
+    code = f"import sys; open({str(seen)!r}, 'w').write(chr(10).join(sys.argv[1:]))"
+    trying(code)
+    assert start(caplog, soft_cap=30.0)[1]
+    subject, device = seen.read_text().split("\n")
+    told = orjson.loads(subject)
+    assert device == "cpu" and told["soft_cap"] == 30.0 and told["dtype"] == "float32"
+    assert told["heads"] == {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 16}
+
+
+def test_doctor_finds_what_failed(trying, caplog, monkeypatch, tmp_path):
+    trying(FAILS)
+    start(caplog)
+    folder = tmp_path / "self_test"
+    ((path, said),) = self_test_process.failures(folder, "cpu", build.versions())
+    assert path.parent == folder and "8/2 heads of 16, float32" in str(said.subject)
+    assert "ptxas failed" in said.why_not
+    (folder / "broken.json").write_text("{")
+    assert len(self_test_process.failures(folder, "cpu", build.versions())) == 1
+    assert not self_test_process.failures(folder, "cpu", {"triton": "9.9"})
+    assert not self_test_process.failures(folder, "another", build.versions())
 
 
 def test_ranks_start_alike(monkeypatch, caplog):
-    """Row tiles that failed on another rank run on none."""
-    told = []
-
-    def agreement():
-        return lambda ok: told.append(ok) or False
-
-    monkeypatch.setattr(build, "agreement", agreement)
-    assert not start(caplog)[1] and told == [True]
+    """What the first rank heard holds for all."""
+    asked = []
+    failed = SimpleNamespace(why_not="slow GPU")
+    monkeypatch.setattr(build, "of_first_rank", lambda make: asked.append(make) or failed)
+    assert not start(caplog)[1] and len(asked) == 1 and "slow GPU" in caplog.text
 
 
-def test_kernels_that_hang_stop_the_start(monkeypatch):
-    """They keep the device: what helps is said, and nothing else is tried on it."""
-
-    def hang(*args):
-        raise KernelsHang("no end")
-
-    monkeypatch.setattr(self_test, "wait_for", hang)
-    with pytest.raises(KernelsHang, match="no end; set SGL_PREFIX_ATTN_KERNELS=triton"):
-        build.build(runner(), HEADS, Settings())
-
-
-@pytest.mark.parametrize("queries", [1, 3])
-def test_waiting_for_a_device_ends(queries, monkeypatch):
-    left = [queries]
-
-    def query():
-        left[0] -= 1
-        return left[0] < 0
-
-    event = SimpleNamespace(record=lambda: None, query=query)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    self_test.wait_for(torch.device("cuda"), 60.0)
-    assert left == [-1]
-    left[0] = 10**9
-    with pytest.raises(KernelsHang, match="within 0 s"):
-        self_test.wait_for(torch.device("cuda"), 0.01)
-
-
-def test_a_lost_context_is_not_survived(monkeypatch):
-    def lose(self, workspace, layer):
-        raise torch.AcceleratorError("lost")
-
-    monkeypatch.setattr(TorchRowTiles, "forward", lose)
-    with pytest.raises(torch.AcceleratorError):
-        build.build(runner(), HEADS, Settings())
-
-
-def test_the_kernel_of_the_models_soft_cap_is_tried(monkeypatch, caplog):
-    caps, forward = [], TorchRowTiles.forward
+@pytest.mark.parametrize("soft_cap", [0.0, 30.0])
+def test_the_process_tries_whole_and_split_tiles(soft_cap, monkeypatch):
+    """Its program, run here, with torch for the kernels."""
+    caps, parts, forward = set(), set(), TorchRowTiles.forward
 
     def noting(self, workspace, layer):
-        caps.append(layer.soft_cap)
+        caps.add(layer.soft_cap)
+        parts.add(int(workspace.words[W.HEADER_WORDS + W.I_PARTS]))
         forward(self, workspace, layer)
 
     monkeypatch.setattr(TorchRowTiles, "forward", noting)
-    assert start(caplog, soft_cap=30.0)[1] and set(caps) == {30.0}
+    versions = {"triton": "3.6"}
+    subject = self_test_process.Subject.of("cpu", HEADS, "float32", soft_cap, versions)
+    assert self_test.main([orjson.dumps(asdict(subject)).decode(), "cpu"]) == 0
+    assert caps == {soft_cap} and min(parts) == 1 and max(parts) > 1
+    monkeypatch.setattr(TorchRowTiles, "forward", lambda *args: None)
+    with pytest.raises(RuntimeError, match="self-test is nan off"):
+        self_test.main([orjson.dumps(asdict(subject)).decode(), "cpu"])
 
 
 @pytest.mark.parametrize("fault", ["append", "fill"])

@@ -5,7 +5,7 @@ import torch.distributed
 import torch.multiprocessing
 
 from sgl_prefix_attn.engine import sglang_config
-from sgl_prefix_attn.engine.ranks import agreement, raise_unless_alike
+from sgl_prefix_attn.engine.ranks import agreement, of_first_rank, raise_unless_alike
 from sgl_prefix_attn.settings import Settings
 from tests.support.parallel import ranks
 
@@ -15,6 +15,7 @@ def test_one_rank_decides_alone_and_needs_no_process_group(monkeypatch):
     agree = agreement()
     assert agree(True) and not agree(False)
     raise_unless_alike(Settings(), None)
+    assert of_first_rank(lambda: "mine") == "mine"
 
 
 def rank(index, store, says, settings, results):
@@ -25,6 +26,7 @@ def rank(index, store, says, settings, results):
     sglang_config.parallel = lambda: ranks(2, torch.distributed.group.WORLD)  # of this process
     agree = agreement()
     heard = [agree(answers[index]) for answers in says]
+    heard.append(of_first_rank(lambda: f"rank {index}"))
     for each in settings:
         try:
             raise_unless_alike(each[index], torch.distributed.group.WORLD)
@@ -45,7 +47,7 @@ def test_every_rank_hears_of_a_fault_and_of_another_variable_on_any(tmp_path):
         arguments = (tmp_path / "store", says, settings, results)
         torch.multiprocessing.spawn(rank, arguments, nprocs=2)
         here, there = results[0], results[1]
-    assert here == there and here[:5] == [True, False, False, False, None]
-    assert here[5].startswith("SGL_PREFIX_ATTN_MAX_VARIANT_BS differs between")
-    assert here[5].endswith("65536, 8. Set it alike on every node")
-    assert here[6].startswith("SGL_PREFIX_ATTN_POLICY differs")
+    assert here == there and here[:6] == [True, False, False, False, "rank 0", None]
+    assert here[6].startswith("SGL_PREFIX_ATTN_MAX_VARIANT_BS differs between")
+    assert here[6].endswith("65536, 8. Set it alike on every node")
+    assert here[7].startswith("SGL_PREFIX_ATTN_POLICY differs")

@@ -1,10 +1,12 @@
 """Row tiles as a server on Hopper starts them: room, self-test, and what is left when they fail."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from sgl_prefix_attn.execute import self_test_process
 from sgl_prefix_attn.execute.backends.choice import why_no_row_tiles
 from sgl_prefix_attn.execute.backends.gluon_backend import GluonBackend
 from sgl_prefix_attn.execute.executor import PlanExecutor
@@ -63,7 +65,8 @@ def test_a_workspace_for_a_server_runs_plans_of_any_size():
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_a_server_starts_with_what_works(works, monkeypatch):
+def test_a_server_starts_with_what_works(works, monkeypatch, tmp_path):
+    """The self-test is a process of its own, which really runs; or one in which nothing works."""
     pytest.importorskip("sglang")
     from sglang.srt.layers.radix_attention import RadixAttention
 
@@ -71,8 +74,9 @@ def test_a_server_starts_with_what_works(works, monkeypatch):
     from sgl_prefix_attn.settings import Settings
 
     monkeypatch.setattr(sglang_config, "parallel", ranks)
+    monkeypatch.setattr(build, "verdict_folder", lambda: tmp_path)
     if not works:
-        monkeypatch.setattr(GluonBackend, "forward", lambda *args: None)
+        monkeypatch.setattr(self_test_process, "_COMMAND", [sys.executable, "-c", "nothing"])
     runner = SimpleNamespace(
         device=DEVICE,
         dtype=torch.bfloat16,
@@ -85,3 +89,7 @@ def test_a_server_starts_with_what_works(works, monkeypatch):
     built = build.build(runner, LLAMA, Settings())
     assert isinstance(built.planner, RowTilePlanner) == works
     assert isinstance(built.executor.backend, GluonBackend) == works
+    (path,) = tmp_path.glob("*.json")
+    verdict = self_test_process.Verdict.decode(path.read_bytes())
+    assert (verdict.why_not is None) == works
+    assert works or "NameError" in verdict.why_not
