@@ -85,7 +85,7 @@ def _separate(step: Step, cut: Cut) -> Prepared:
     case = step.case
     plan, merges = serialize_parts(step.forest, cut, case.heads.group_size)
     backend = separate_merge.SeparateMerge(case.heads, case.dtype, case.device, merges)
-    return _prepare(step, backend, plan, cut.us)
+    return _prepare(step, backend, plan, None)  # another launch is not predicted
 
 
 def strategy(name: str, step: Step) -> Prepared:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from eval import bench_plan, bench_stages, report, sanitize
+from eval.ablate import __main__ as ablate
 from eval.bench_engine import __main__ as bench_engine
 from eval.bench_engine import decode_times, host_times
 from eval.bench_engine.workloads import NAMED, parse_workloads
@@ -40,7 +41,7 @@ from sgl_prefix_attn.plan.tile_defaults import default_tile_set
 from sgl_prefix_attn.records import HeadConfig
 
 COMMANDS = (
-    bench_kernel, bench_plan, bench_stages, bench_engine, bench_trace, compare_outputs,
+    ablate, bench_kernel, bench_plan, bench_stages, bench_engine, bench_trace, compare_outputs,
     policy_holdout, report, sanitize, tune,
 )  # fmt: skip
 
