@@ -81,10 +81,10 @@ def _fused(step: Step, cut: Cut, **flags) -> Prepared:
     return _prepare(step, backend, step.planner.serialize(step.forest, cut), cut.us)
 
 
-def _separate(step: Step, cut: Cut) -> Prepared:
+def _separate(step: Step, cut: Cut, dynamic: bool = False) -> Prepared:
     case = step.case
     plan, merges = serialize_parts(step.forest, cut, case.heads.group_size)
-    backend = separate_merge.SeparateMerge(case.heads, case.dtype, case.device, merges)
+    backend = separate_merge.SeparateMerge(case.heads, case.dtype, case.device, merges, dynamic)
     return _prepare(step, backend, plan, None)  # another launch is not predicted
 
 
@@ -137,6 +137,7 @@ ABLATIONS: dict[str, Callable[[Step], Prepared]] = {
     "no_split": lambda step: _fused(step, step.best_whole()),
     "mean_split": mean_split,
     "separate_merge": lambda step: _separate(step, step.best()),
+    "dynamic_queue": lambda step: _separate(step, step.best(), dynamic=True),
     "dependent_launch": lambda step: _fused(step, step.best(), pdl=True),
     "prefetch": lambda step: _fused(step, step.best(), prefetch=True),
     "packs": packs,

@@ -12,6 +12,7 @@ from eval.ablate.strategies import Merges
 from sgl_prefix_attn.execute.backends.gluon_backend import GluonBackend, RowTileWorkspace
 from sgl_prefix_attn.execute.params import LayerParams
 from sgl_prefix_attn.kernels.gluon import words as W
+from sgl_prefix_attn.records import HeadConfig
 
 
 @triton.jit
@@ -22,6 +23,7 @@ def merge_kernel(
     offset_ptr,  # int32 [B+1]
     tile_ptr,  # int32 [parts]
     query_ptr,  # int32 [parts]
+    tickets_ptr,  # int32 [1], made 0: what dynamic queues count
     stride_out,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -31,6 +33,8 @@ def merge_kernel(
 ):
     """Grid (B, Hkv): the parts of a request one after the other, so that results repeat."""
     request, head = tl.program_id(0), tl.program_id(1)
+    if request + head == 0:
+        tl.store(tickets_ptr, 0)
     first = tl.load(offset_ptr + request)
     end = tl.load(offset_ptr + request + 1)
     offs_g = tl.arange(0, BLOCK_G)
@@ -59,12 +63,21 @@ def merge_kernel(
 
 
 class SeparateMerge(GluonBackend):
-    """GluonBackend for one plan of strategies.serialize_parts, without LSE output."""
+    """GluonBackend for one plan of strategies.serialize_parts, without LSE output; with dynamic,
+    CTAs take tickets as they become free."""
 
     fused_merge: ClassVar[bool] = False
 
-    def __init__(self, heads, dtype: torch.dtype, device: torch.device, merges: Merges):
+    def __init__(
+        self,
+        heads: HeadConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        merges: Merges,
+        dynamic: bool = False,
+    ):
         super().__init__(heads, dtype, device)
+        self.dynamic = dynamic
         self.batch = merges.offset.size - 1
         self.merges = [
             torch.from_numpy(array).to(device)
@@ -78,7 +91,8 @@ class SeparateMerge(GluonBackend):
     def merge(self, workspace: RowTileWorkspace, layer: LayerParams) -> None:
         merge_kernel[(self.batch, self.heads.num_kv_heads)](
             layer.out, workspace.partial_out, workspace.partial_state, *self.merges,
-            layer.out.stride(0), HEADS=self.heads.num_kv_heads, GROUP=self.heads.group_size,
+            workspace.tickets, layer.out.stride(0),
+            HEADS=self.heads.num_kv_heads, GROUP=self.heads.group_size,
             HEAD_DIM=self.heads.head_dim, TILE_ROWS=W.TILE_ROWS,
             BLOCK_G=triton.next_power_of_2(self.heads.group_size), num_warps=1,
         )  # fmt: skip

@@ -63,13 +63,14 @@ def row_tile_kernel(
     PRODUCER_WARPS: gl.constexpr,
     PREFETCH: gl.constexpr,
     FUSED_MERGE: gl.constexpr,
+    DYNAMIC: gl.constexpr,
     CONSUMER_REGS: gl.constexpr,
     PRODUCER_REGS: gl.constexpr,
 ):
     """Grid (SMs,): not more, because parts of a tile wait for one another."""
     S = Shape(
         HEADS, GROUP, HEAD_DIM, STAGES, ITEM, BIT_KEYS, HAS_CAP, HAS_LSE, PDL,
-        PRODUCER_WARPS, PREFETCH, FUSED_MERGE,
+        PRODUCER_WARPS, PREFETCH, FUSED_MERGE, DYNAMIC,
     )  # fmt: skip
     if PDL:
         let_next_kernel_start()
@@ -78,10 +79,19 @@ def row_tile_kernel(
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PRODUCERS: gl.constexpr = 32 * PRODUCER_WARPS
     gl.static_assert(STAGES <= MAX_STAGES)
+    gl.static_assert(not (DYNAMIC and FUSED_MERGE), "parts are found again by their numbers")
+    keys = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK], FLAT)
+    tickets, t_full, t_free = keys, keys, keys  # not used
+    if DYNAMIC:
+        tickets = gl.allocate_shared_memory(gl.int32, [2, BLOCK], FLAT)
+        t_full, t_free = new_barriers(1), new_barriers(2)
     rings = Rings(
         gl.allocate_shared_memory(DTYPE, [2, HALF_ROWS, HEAD_DIM], KL),
         gl.allocate_shared_memory(DTYPE, [2 * STAGES, BLOCK, HEAD_DIM], KL),
-        gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK], FLAT),
+        keys,
+        tickets,
+        t_full,
+        t_free,
         new_barriers(PRODUCERS),
         new_barriers(1),
         new_barriers(PRODUCERS),
@@ -108,8 +118,8 @@ def row_tile_kernel(
             (
                 produce,
                 (
-                    q_ptr, k_ptr, v_ptr, words_ptr, slots_ptr, keys_ptr, stride_q, stride_k,
-                    stride_v, rings, S,
+                    q_ptr, k_ptr, v_ptr, counters_ptr, words_ptr, slots_ptr, keys_ptr, stride_q,
+                    stride_k, stride_v, rings, S,
                 ),
             ),
         ],

@@ -26,6 +26,9 @@ CONFIGS = {
     128: Config(stages=5, consumer_regs=208, producer_regs=88),
 }
 
+# Of head dim 128: consumers that are told their tickets need a few registers more.
+DYNAMIC = Config(stages=5, consumer_regs=216, producer_regs=72)
+
 
 def kernel_constants(
     num_kv_heads: int,
@@ -37,6 +40,7 @@ def kernel_constants(
     pdl: bool,
     prefetch: bool = False,
     fused_merge: bool = True,
+    dynamic: bool = False,
 ) -> dict:
     """The constants that row_tile_kernel is compiled with. Raises ValueError for a shape that it
     is not built for."""
@@ -44,7 +48,7 @@ def kernel_constants(
         raise ValueError(f"head dim {head_dim} is none of {', '.join(map(str, CONFIGS))}")
     if not 1 <= group_size <= W.HALF_ROWS:
         raise ValueError(f"{group_size} query heads a KV head: 1 to {W.HALF_ROWS} fit a tile")
-    config = CONFIGS[head_dim]
+    config = DYNAMIC if dynamic else CONFIGS[head_dim]
     return {
         "HEADS": num_kv_heads,
         "GROUP": group_size,
@@ -58,6 +62,7 @@ def kernel_constants(
         "PRODUCER_WARPS": PRODUCER_WARPS,
         "PREFETCH": prefetch,
         "FUSED_MERGE": fused_merge,
+        "DYNAMIC": dynamic,
         "CONSUMER_REGS": config.consumer_regs,
         "PRODUCER_REGS": config.producer_regs,
     }

@@ -225,8 +225,15 @@ def consume(
             for _ in range(num_blocks):
                 pass_on(rings, stage, phase)
                 stage, phase = advance(stage, phase, S.STAGES)
-        turns += 1
-        ticket = ticket_of(turns)
+        if S.DYNAMIC:
+            slot = turns & 1
+            mbarrier.wait(rings.t_full.index(slot), (turns >> 1) & 1)
+            ticket = gl.max(rings.tickets.index(slot).load(gl.SliceLayout(0, SL)), 0)
+            mbarrier.arrive(rings.t_free.index(slot), count=1)
+            turns += 1
+        else:
+            turns += 1
+            ticket = ticket_of(turns)
 
     # Only now, when every part of this CTA is counted: all CTAs are resident, so each part that
     # another waits for is either counted or on its way.

@@ -17,6 +17,7 @@ from .shape import (
     PRE,
     advance,
     blocks_of,
+    group_barrier,
     prefetch_line,
     ticket_of,
     wait_for_kernel_before,
@@ -51,8 +52,22 @@ def copy_queries(q_ptr, p_item, head, rows, turn, rings, q_phases, stride_q, S):
 
 
 @gluon.jit
+def take_ticket(counters_ptr, turn, rings, S):
+    """The next ticket that no CTA has, also for the consumers' turn."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [S.PRODUCER_WARPS], [0])
+    taken = gl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu") + gl.num_programs(0)
+    slot = turn & 1
+    mbarrier.wait(rings.t_free.index(slot), ((turn >> 1) & 1) ^ 1)
+    rings.tickets.index(slot).store(gl.full([BLOCK], 0, gl.int32, L) + taken)
+    group_barrier()  # the stores of all warps before one thread says that they are there
+    mbarrier.arrive(rings.t_full.index(slot), count=1)
+    return taken
+
+
+@gluon.jit
 def produce(
-    q_ptr, k_ptr, v_ptr, words_ptr, slots_ptr, keys_ptr, stride_q, stride_k, stride_v, rings, S
+    q_ptr, k_ptr, v_ptr, counters_ptr, words_ptr, slots_ptr, keys_ptr, stride_q, stride_k,
+    stride_v, rings, S,
 ):  # fmt: skip
     """Every block of every item of this CTA, in order. Slots are loaded PRE blocks ahead."""
     # Eight threads copy 128 bytes of a row, a whole line: the fewer of them there are, the fewer
@@ -130,8 +145,12 @@ def produce(
             s0 = s1
             s1 = s2
             s2 = s3
-        turn += 1
-        ticket = ticket_of(turn)
+        if S.DYNAMIC:
+            ticket = take_ticket(counters_ptr, turn, rings, S)
+            turn += 1
+        else:
+            turn += 1
+            ticket = ticket_of(turn)
         if ticket < num_tickets:
             p_slots = slots_ptr + ticket // S.HEADS * (PRE * BLOCK) + offs_n
             s0 = gl.load(p_slots)

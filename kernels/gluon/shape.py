@@ -37,6 +37,7 @@ class Shape:
     HAS_CAP   cap the logits; HAS_LSE write the LSE; PDL wait for the kernel before by hand
     PREFETCH  ask for rows ahead of the rings in L2
     FUSED_MERGE  merge split tiles here; without it partial results are left to another kernel
+    DYNAMIC   a CTA that is done takes the next ticket off counters[0] rather than its own next one
     """
 
     HEADS: gl.constexpr
@@ -51,11 +52,12 @@ class Shape:
     PRODUCER_WARPS: gl.constexpr
     PREFETCH: gl.constexpr
     FUSED_MERGE: gl.constexpr
+    DYNAMIC: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, HEADS, GROUP, HEAD_DIM, STAGES, ITEM, BIT_KEYS, HAS_CAP, HAS_LSE, PDL,
-        PRODUCER_WARPS, PREFETCH, FUSED_MERGE,
+        PRODUCER_WARPS, PREFETCH, FUSED_MERGE, DYNAMIC,
     ):  # fmt: skip
         self.HEADS = gl.constexpr(HEADS)
         self.GROUP = gl.constexpr(GROUP)
@@ -69,12 +71,14 @@ class Shape:
         self.PRODUCER_WARPS = gl.constexpr(PRODUCER_WARPS)
         self.PREFETCH = gl.constexpr(PREFETCH)
         self.FUSED_MERGE = gl.constexpr(FUSED_MERGE)
+        self.DYNAMIC = gl.constexpr(DYNAMIC)
 
 
 @aggregate
 class Rings:
     """Shared memory: q [2, 64, D], kv [2 * STAGES, 64, D] with K in even and V in odd buffers, keys
     int32 [STAGES, 64], and mbarriers: what they guard is there (full) or may be overwritten (free).
+    tickets int32 [2, 64] of DYNAMIC kernels: a ticket, as often as a warpgroup likes to read it.
 
     Barriers of one allocation would be kept apart by a barrier of all four warps between any two
     uses: hence one allocation for each purpose.
@@ -83,6 +87,9 @@ class Rings:
     q: gl.shared_memory_descriptor
     kv: gl.shared_memory_descriptor
     keys: gl.shared_memory_descriptor
+    tickets: gl.shared_memory_descriptor
+    t_full: gl.shared_memory_descriptor
+    t_free: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     q_free: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
@@ -91,10 +98,15 @@ class Rings:
     v_free: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, q, kv, keys, q_full, q_free, k_full, k_free, v_full, v_free):
+    def __init__(
+        self, q, kv, keys, tickets, t_full, t_free, q_full, q_free, k_full, k_free, v_full, v_free
+    ):
         self.q = q
         self.kv = kv
         self.keys = keys
+        self.tickets = tickets
+        self.t_full = t_full
+        self.t_free = t_free
         self.q_full = q_full
         self.q_free = q_free
         self.k_full = k_full

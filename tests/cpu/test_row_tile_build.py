@@ -61,6 +61,7 @@ SHAPES = {
     "one KV head": ((1, 16, 128), {"has_lse": True}),
     "prefetch": ((8, 4, 128), {"prefetch": True}),
     "partial results left": ((8, 4, 128), {"fused_merge": False}),
+    "dynamic queue": ((8, 4, 128), {"fused_merge": False, "dynamic": True}),
 }
 
 

@@ -61,7 +61,7 @@ def attend_parts(words, q, k, v, blocks, merges, sm_scale):
 
 
 class TorchSeparateMerge(TorchRowTiles):
-    def __init__(self, heads, dtype, device, merges):
+    def __init__(self, heads, dtype, device, merges, dynamic=False):
         super().__init__(heads, dtype, device)
         self.merges = merges
 

@@ -32,8 +32,10 @@ def test_parts_are_weighed_by_their_lse(heads):
         state[t, :, rows] = torch.rand(hkv, group, 2, generator=generator) * 4
     state[0, :, 3 * group : 4 * group, 0] = float("-inf")
     backend = SeparateMerge(heads, torch.float32, torch.device("cpu"), Merges(offset, tile, query))
-    workspace = SimpleNamespace(partial_out=partial_out, partial_state=state)
+    tickets = torch.tensor([99], dtype=torch.int32)
+    workspace = SimpleNamespace(partial_out=partial_out, partial_state=state, tickets=tickets)
     backend.merge(workspace, SimpleNamespace(out=out))
+    assert not tickets.any(), "the next launch counts from 0"
     for request in range(3):
         parts = range(offset[request], offset[request + 1])
         if not parts:

@@ -60,6 +60,7 @@ class GluonBackend:
 
     layout_version: ClassVar[int] = W.VERSION
     fused_merge: ClassVar[bool] = True
+    dynamic: bool = False
     capabilities: ClassVar[Capabilities] = RowTileCapabilities(
         head_dims=(min(CONFIGS), max(CONFIGS)),
         group_sizes=(1, 16),
@@ -158,7 +159,7 @@ class GluonBackend:
         constants = kernel_constants(
             self.heads.num_kv_heads, self.heads.group_size, self.heads.head_dim,
             has_cap=layer.soft_cap > 0, has_lse=layer.out_lse is not None, pdl=self.pdl,
-            prefetch=self.prefetch, fused_merge=self.fused_merge,
+            prefetch=self.prefetch, fused_merge=self.fused_merge, dynamic=self.dynamic,
         )  # fmt: skip
         row_tile_kernel[(self.num_sms,)](
             layer.q, layer.k_cache, layer.v_cache, layer.out,
