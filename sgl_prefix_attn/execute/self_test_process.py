@@ -142,9 +142,12 @@ def run_self_test(subject: Subject, device: str) -> Verdict:
     command = [*_COMMAND, orjson.dumps(asdict(subject)).decode(), device]
     # a file, not a pipe: what the process leaves behind may keep that open
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        except OSError as error:
+            return Verdict(subject, f"not started: {error}")
         try:
             status = process.wait(DEADLINE_S)
         except subprocess.TimeoutExpired:

@@ -129,11 +129,17 @@ def test_row_tiles_that_fail_leave_packs(code, deadline, text, trying, caplog, m
     assert not start(caplog)[1] and text in caplog.text and "trying" not in caplog.text
 
 
+def test_a_process_that_does_not_start_is_a_failure(trying, caplog, monkeypatch):
+    trying("")
+    monkeypatch.setattr(self_test_process, "_COMMAND", ["/no/such/python"])
+    assert not start(caplog)[1] and "failed at start: not started: " in caplog.text
+
+
 def test_what_hangs_is_killed_with_its_children(trying, caplog, monkeypatch, tmp_path):
     child = tmp_path / "child"
     code = f"import subprocess; p = subprocess.Popen(['sleep', '1000']); open({str(child)!r}, 'w')"
     trying(code + ".write(str(p.pid)); p.wait()")
-    monkeypatch.setattr(self_test_process, "DEADLINE_S", 3.0)
+    monkeypatch.setattr(self_test_process, "DEADLINE_S", 6.0)
     assert not start(caplog)[1]
     pid = int(child.read_text())
     for _ in range(200):
