@@ -50,7 +50,7 @@ class Settings:
         64,
         1,
         "Tokens that every request can grow before its index segment is full and a step replans; "
-        "4 bytes each, times `--max-running-requests`.",
+        "8 bytes each (packs: 4), times `--max-running-requests`.",
     )
     max_variant_bs: int = _variable(
         65536,

@@ -149,13 +149,13 @@ def _packs(
 
 
 def _check_headroom(headroom: int, max_batch: int, device: torch.device) -> None:
-    """Raise ValueError where spare index slots, 4 bytes each, would fill the memory, or would be
-    more than the plan's int32 words can count."""
+    """Raise ValueError where spare index slots would fill the memory, or would be more than the
+    plan's int32 words can count. Row tiles keep a key beside each slot: 8 bytes, packs 4."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
     else:
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    wanted, most = 4 * headroom * max_batch, min(free, 4 * 2**30)
+    wanted, most = 8 * headroom * max_batch, min(free, 8 * 2**30)
     if wanted > most:
         raise ValueError(
             f"{PREFIX}HEADROOM={headroom} takes {wanted:,} bytes for {max_batch} requests, where "

@@ -13,8 +13,8 @@ from sgl_prefix_attn.records import HeadConfig, PlanTooLarge, StepPlan
 class Capacity:
     """Sizes of an executor's fixed workspace.
 
-    Memory is 4 bytes per word and index slot, and num_qo_heads * (head_dim * dtype size + 8) bytes
-    per partial row.
+    Memory is 4 bytes per word, 4 per index slot (row tiles: 8), and num_qo_heads * (head_dim *
+    dtype size + 8) bytes per partial row.
     """
 
     words: int

@@ -24,11 +24,11 @@ def test_the_planner_keeps_within_what_is_allocated():
 def test_a_headroom_beyond_the_memory_is_named_with_its_bytes(headroom):
     with pytest.raises(ValueError) as error:
         build(RUNNER, HeadConfig(8, 2, 64), Settings(headroom=headroom))
-    assert f"SGL_PREFIX_ATTN_HEADROOM={headroom} takes {4 * 48 * headroom:,} bytes" in str(error)
+    assert f"SGL_PREFIX_ATTN_HEADROOM={headroom} takes {8 * 48 * headroom:,} bytes" in str(error)
     assert "lower it, or --max-running-requests" in str(error)
 
 
 def test_on_a_gpu_it_is_the_free_memory_that_counts(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**6, 10**9))
-    with pytest.raises(ValueError, match="takes 1,920,000 bytes .* where 1,000,000 are possible"):
+    with pytest.raises(ValueError, match="takes 3,840,000 bytes .* where 1,000,000 are possible"):
         build(model_runner("cuda", max_batch=48), HeadConfig(8, 2, 64), Settings(headroom=10**4))
