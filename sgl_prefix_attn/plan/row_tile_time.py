@@ -13,6 +13,10 @@ from sgl_prefix_attn.plan.row_tiles import B_MASKED, B_UNMASKED, RowTiles
 from sgl_prefix_attn.records import HeadConfig
 
 
+# bytes/us of outputs, written; set by hand, since they are a percent or two of a step.
+_RESULTS = 6e6
+
+
 @dataclass(frozen=True)
 class RowTileRates:
     """What the row-tile kernel sustains on a GPU, for 16-bit KV; microseconds.
@@ -110,7 +114,7 @@ def _predict_us(
     token_bytes = 4.0 * head_dim * num_kv_heads
     results = 2.0 * edge[-1] * num_qo_heads * head_dim
     busiest = _busiest_cta(item, parts, num_kv_heads, num_sms)
-    memory = unique_tokens * token_bytes / hbm + results / 6e6
+    memory = unique_tokens * token_bytes / hbm + results / _RESULTS
     gathered = read * W.BLOCK * token_bytes / l2
     terms = busiest**overlap + memory**overlap + gathered**overlap
     us = terms ** (1 / overlap) + fixed
