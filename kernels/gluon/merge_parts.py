@@ -17,6 +17,8 @@ from .shape import (
     read_counter,
 )
 
+MOST_POLLS = gl.constexpr(1 << 24)
+
 
 @gluon.jit
 def merge_share(
@@ -28,8 +30,11 @@ def merge_share(
     side = gl.where(wide, WG, 0)
     base = side * HALF_ROWS
     p_counter = counters_ptr + (gl.load(p_item + I_COUNTER) * S.HEADS + head) * 2 + side
+    polls = 0
     while read_counter(p_counter) < parts:
-        pass
+        polls += 1
+        # in builds for debugging (TRITON_DEBUG=1) alone: seconds, where a part takes microseconds
+        gl.device_assert(polls < MOST_POLLS, "a part of this tile was never counted")
     share = (gl.minimum(rows - base, HALF_ROWS) + parts - 1) // parts
     first = base + gl.load(p_item + I_PART) * share
     end = gl.minimum(gl.minimum(first + share, base + HALF_ROWS), rows)

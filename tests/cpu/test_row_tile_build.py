@@ -33,7 +33,7 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-def build(heads, group, head_dim, dtype="bf16", **flags):
+def build(heads, group, head_dim, dtype="bf16", debug=False, **flags):
     constants = kernel_constants(
         heads, group, head_dim,
         **{"has_cap": False, "has_lse": False, "pdl": False, **flags},
@@ -46,7 +46,7 @@ def build(heads, group, head_dim, dtype="bf16", **flags):
     return triton.compile(
         GluonASTSource(row_tile_kernel, signature, constants, aligned),
         target=GPUTarget("cuda", 90, 32),
-        options=compiler_options(),
+        options=compiler_options() | {"debug": debug},
     )
 
 
@@ -86,6 +86,13 @@ def test_no_spills_and_hopper_instructions(shape, tmp_path):
     assert sass.count("CCTL.E.PF2") == (2 if flags.get("prefetch") else 0)
     # the merge waits for the counter, once a warpgroup
     assert ("CCTL.IVALL" in sass) == flags.get("fused_merge", True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("debug", [False, True])
+def test_the_wait_for_other_ctas_ends_in_debug_builds(debug):
+    ir = build(8, 4, 128, debug=debug).asm["ttgir"]
+    assert ("a part of this tile was never counted" in ir) == debug
 
 
 def test_prefetch_keeps_within_l2():
