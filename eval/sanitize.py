@@ -1,9 +1,9 @@
 """python -m eval.sanitize: the kernels under compute-sanitizer's memcheck and racecheck.
 
-Without --case this process runs the small case by itself, then under each tool, prints the tools'
-summaries and ends with 1 when one of them found an error. --plant puts a KV slot beyond the pool
-into the case: memcheck must find it, and the exit status is 1 when it does not. Status 2: no GPU or
-no compute-sanitizer.
+Without --case this process runs each small case by itself, then under each tool, prints the tools'
+summaries and ends with 1 when one of them found an error: packs, and where the GPU runs them row
+tiles. --plant puts a KV slot beyond the pool into each case: memcheck must find it, and the exit
+status is 1 when it does not. Status 2: no GPU or no compute-sanitizer.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ import numpy as np
 import torch
 
 from sgl_prefix_attn.execute import reference
-from sgl_prefix_attn.execute.backends.choice import new_backend
+from sgl_prefix_attn.execute.backends import gluon_backend
+from sgl_prefix_attn.execute.backends.choice import new_backend, why_no_row_tiles
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.params import Capacity, LayerParams
 from sgl_prefix_attn.kernels import layout
+from sgl_prefix_attn.kernels.gluon import words as W
 from sgl_prefix_attn.plan import Planner
+from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.plan.tile_defaults import default_tile_set
 from sgl_prefix_attn.predict.startup import default_costs
 from sgl_prefix_attn.records import HeadConfig, PathTable
@@ -42,11 +46,11 @@ _TAILS = tuple(1 + 11 * i % 60 for i in range(22)) + (300, 1)
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.sanitize", description=__doc__)
-    parser.add_argument("--case", choices=["small"], help="run the case itself, without a tool")
+    parser.add_argument("--case", choices=list(CASES), help="run the case itself, without a tool")
     parser.add_argument("--plant", action="store_true", help="a KV slot beyond the pool")
     args = parser.parse_args(argv)
     if args.case:
-        return run_case(plant=args.plant)
+        return run_case(args.case, plant=args.plant)
     sanitizer = shutil.which("compute-sanitizer") or shutil.which(
         "compute-sanitizer", path=_CUDA_BIN
     )
@@ -54,14 +58,23 @@ def main(argv: list[str]) -> int:
         missing = "a GPU" if sanitizer else "compute-sanitizer (part of the CUDA toolkit)"
         print(f"eval.sanitize needs {missing}", file=sys.stderr)
         return 2
-    case = [sys.executable, "-m", "eval.sanitize", "--case", "small"]
+    why_not = why_no_row_tiles(torch.device("cuda"), HEADS, torch.bfloat16)
+    if why_not is not None:
+        print(f"no row tiles here: {why_not}")
+    names = ["packs"] if why_not else list(CASES)
+    return max([_checked(sanitizer, name, args.plant) for name in names])
+
+
+def _checked(sanitizer: str, name: str, plant: bool) -> int:
+    """Run one case by itself, then under the tools; 1 where something is wrong."""
+    case = [sys.executable, "-m", "eval.sanitize", "--case", name]
     plain = subprocess.run(case, timeout=_TIMEOUT_S)  # compiles the kernels, too
     if plain.returncode:
-        print("the case fails without a sanitizer", file=sys.stderr)
+        print(f"the case {name} fails without a sanitizer", file=sys.stderr)
         return 1
-    if args.plant:
+    if plant:
         found = _sanitized(sanitizer, "memcheck", [*case, "--plant"]) != 0
-        print(f"planted slot beyond the pool: {'found' if found else 'NOT FOUND'}")
+        print(f"{name}, planted slot beyond the pool: {'found' if found else 'NOT FOUND'}")
         return 0 if found else 1
     return 1 if any([_sanitized(sanitizer, tool, case) for tool in TOOLS]) else 0
 
@@ -87,8 +100,8 @@ def _sanitized(sanitizer: str, tool: str, case: list[str]) -> int:
     return errors or done.returncode or (0 if summary else 1)
 
 
-def run_case(plant: bool = False, device: str = "cuda") -> int:
-    """Run every kernel once, on a few requests and one layer; check against full attention."""
+def run_case(name: str, plant: bool = False, device: str = "cuda") -> int:
+    """Run every kernel of a case, on a few requests and one layer; check against full attention."""
     paths = _paths()
     req_to_token, num_slots = _slots(paths)
     batch = paths.leaf.size
@@ -104,7 +117,25 @@ def run_case(plant: bool = False, device: str = "cuda") -> int:
     if plant:
         req_to_token[0, 3] = num_slots + (1 << 22)
 
-    # a small case that uses every queue
+    backend, plans = CASES[name](paths, torch.device(device))
+    q, k, v, seq_lens, last = (t.to(device) for t in (q, k, v, seq_lens, last))
+    out = torch.empty_like(q)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=device)
+    largest = 0.0
+    for plan in plans:
+        executor = PlanExecutor(backend, Capacity.for_plans(plan))
+        executor.load(plan, req_to_token.to(device), pool.to(device))
+        executor.append(seq_lens, last)
+        out.fill_(float("nan"))
+        executor.run(LayerParams(q, k, v, seq_lens, out, lse, HEADS.head_dim**-0.5, 0.0))
+        error = (out.cpu().double() - want).norm() / want.norm()
+        print(f"case {name}: {batch} requests, {plan.stats.num_items} items, error {error:.2e}")
+        largest = max(largest, float(error.nan_to_num(1.0)))
+    return 0 if largest < 1e-2 else 1
+
+
+def _packs(paths: PathTable, device: torch.device):
+    """A backend and one plan that uses every queue."""
     tiles = default_tile_set(device, HEADS)
     tiles = replace(tiles, packed_tickets=1)
     plan = Planner(
@@ -112,17 +143,22 @@ def run_case(plant: bool = False, device: str = "cuda") -> int:
     ).plan(paths)
     unused = [i for i in range(len(tiles.tiles)) if plan.words[layout.H_QUEUES + 2 * i + 1] == 0]
     assert not unused and plan.num_partials, f"queues {unused} of the case are empty"
-    backend = new_backend(torch.device(device), HEADS, torch.bfloat16, tiles)
-    executor = PlanExecutor(backend, Capacity.for_plans(plan))
-    q, k, v, seq_lens, last = (t.to(device) for t in (q, k, v, seq_lens, last))
-    out = torch.empty_like(q)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=device)
-    executor.load(plan, req_to_token.to(device), pool.to(device))
-    executor.append(seq_lens, last)
-    executor.run(LayerParams(q, k, v, seq_lens, out, lse, HEADS.head_dim**-0.5, 0.0))
-    error = (out.cpu().double() - want).norm() / want.norm()
-    print(f"case small: {batch} requests, {plan.stats.num_items} items, error {error:.2e}")
-    return 0 if error < 1e-2 else 1
+    return new_backend(device, HEADS, torch.bfloat16, tiles), [plan]
+
+
+def _row_tiles(paths: PathTable, device: torch.device):
+    """A backend, a plan of whole tiles for two warpgroups, and one of tiles in parts."""
+    backend = gluon_backend.GluonBackend(HEADS, torch.bfloat16, device)
+    planner = RowTilePlanner(HEADS, num_sms=backend.num_sms)
+    forest = build_forest(paths)
+    cuts = sorted(planner.cuts(forest), key=lambda cut: (cut.parts.max(), -cut.most_queries))
+    whole, split = cuts[0], cuts[-1]
+    assert whole.parts.max() == 1 < split.parts.max(), "no tile of the case is split"
+    assert whole.most_queries * HEADS.group_size > W.HALF_ROWS
+    return backend, [planner.serialize(forest, cut) for cut in (whole, split)]
+
+
+CASES = {"packs": _packs, "row_tiles": _row_tiles}
 
 
 def _paths() -> PathTable:

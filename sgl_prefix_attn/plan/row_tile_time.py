@@ -12,7 +12,6 @@ from sgl_prefix_attn.kernels.gluon import words as W
 from sgl_prefix_attn.plan.row_tiles import B_MASKED, B_UNMASKED, RowTiles
 from sgl_prefix_attn.records import HeadConfig
 
-
 # bytes/us of outputs, written; set by hand, since they are a percent or two of a step.
 _RESULTS = 6e6
 
