@@ -119,22 +119,40 @@ def _tile(
                 run = bigger
             for i in range(depth - 1, -1, -1):
                 node = chain[i]
-                run[size, R_REQUEST] = row
-                run[size, R_START] = start[node]
-                run[size, R_LEN] = end[node] - start[node]
-                run[size, R_FIRST] = max(first[node], low) - low
-                run[size, R_END] = min(last[node], high) - low
-                size += 1
+                size = _add_run(
+                    run, offset[t], size, row, start[node], end[node],
+                    max(first[node], low) - low, min(last[node], high) - low,
+                )  # fmt: skip
             sees = seq_lens[row] - after[place]
-            run[size, R_REQUEST] = row
-            run[size, R_START] = sees - 1 if another else tail_start[row]
-            run[size, R_LEN] = sees - run[size, R_START]
-            run[size, R_FIRST] = place - low
-            run[size, R_END] = min(place + after[place] + 1, high) - low
-            size += 1
+            size = _add_run(
+                run, offset[t], size, row, sees - 1 if another else tail_start[row], sees,
+                place - low, min(place + after[place] + 1, high) - low,
+            )  # fmt: skip
         offset[t + 1] = size
         count_blocks(run, offset[t], size, high - low, group, blocks[t])
     return offset, run[:size].copy(), blocks
+
+
+@cached_njit
+def _add_run(run, begin, size, request, start, end, first, last):
+    """Add KV [start, end) of a request for queries [first, last) to the runs [begin, size) of its
+    tile: to the last one where it goes on there, for the same queries."""
+    at = size - 1
+    if (
+        at >= begin
+        and run[at, R_REQUEST] == request
+        and run[at, R_START] + run[at, R_LEN] == start
+        and run[at, R_FIRST] == first
+        and run[at, R_END] == last
+    ):
+        run[at, R_LEN] += end - start
+        return size
+    run[size, R_REQUEST] = request
+    run[size, R_START] = start
+    run[size, R_LEN] = end - start
+    run[size, R_FIRST] = first
+    run[size, R_END] = last
+    return size + 1
 
 
 @cached_njit

@@ -23,7 +23,7 @@ from sgl_prefix_attn.step.policy import STOCK_STEPS
 from sgl_prefix_attn.step.preparer import StepPreparer
 from tests.support.calibrations import calibration
 from tests.support.fake_sglang import World
-from tests.support.forests import path_table, path_tables
+from tests.support.forests import nested_paths, path_table, path_tables
 
 HEADS = HeadConfig(8, 2, 16)
 HEADROOM = 5
@@ -167,6 +167,17 @@ def test_a_server_has_room_for_every_batch_of_its_size(paths, headroom):
             heads, num_sms=backend.num_sms, headroom=headroom, capacity=capacity
         )
         assert capacity.covers(planner.plan(paths))
+
+
+@pytest.mark.parametrize("heads", [HeadConfig(32, 8, 128), HeadConfig(16, 1, 128)], ids=str)
+@pytest.mark.parametrize("length", [16, 64])
+def test_prompts_that_are_each_a_prefix_of_the_next_fit(length, heads):
+    """Nodes that all requests of a tile see are one run of it, however many there are above."""
+    paths = nested_paths(1024, length)
+    backend = TorchRowTiles(heads, torch.float16, CPU)
+    capacity = backend.server_capacity(1024, build_forest(paths).unique_tokens, 64)
+    planner = RowTilePlanner(heads, num_sms=132, capacity=capacity)
+    assert capacity.covers(planner.plan(paths))
 
 
 @pytest.mark.parametrize("heads", [HeadConfig(32, 8, 128), HeadConfig(16, 1, 128)], ids=str)

@@ -222,6 +222,19 @@ def test_every_block_is_written_once(paths, heads):
         assert plan.num_items == cut.parts.sum()
 
 
+@given(path_tables(max_batch=40), st.sampled_from(HEADS))
+@settings(max_examples=30, deadline=None)
+def test_runs_that_go_on_for_the_same_queries_are_one(paths, heads):
+    for cut in planner(heads).cuts(build_forest(paths)):
+        tiles = cut.tiles
+        for begin, end in zip(tiles.offset[:-1], tiles.offset[1:], strict=True):
+            request, start, length, first, last = tiles.run[begin:end].T
+            goes_on = start[:-1] + length[:-1] == start[1:]
+            for column in (request, first, last):
+                goes_on &= column[:-1] == column[1:]
+            assert not goes_on.any()
+
+
 def test_columns_of_one_half_are_passed_on_by_the_other():
     """32 private tails of 300 tokens in one tile: each warpgroup multiplies about half of them."""
     paths = path_table([(-1, 128)], [0] * 32, [300] * 32)
