@@ -46,6 +46,13 @@ class Settings:
         "two families; the server does not start where that cannot run. Row tiles are Hopper's "
         "and know the strategy `calibrated` alone.",
     )
+    prefill: bool = _variable(
+        True,
+        _FLAG,
+        "Where `prefix` is the prefill backend, too: extend batches whose requests share cached "
+        "prefixes run row tiles where that is predicted to be faster; 0 leaves all to stock "
+        "attention.",
+    )
     headroom: int = _variable(
         64,
         1,

@@ -1,7 +1,8 @@
 """`--attention-backend prefix`: SGLang's attention backend over the plan and its executor.
 
-Prefill, verify and stock decode steps go to a composed stock backend of SGLang; prefix decode
-steps run the plan. SGLang's three-method contract:
+Verify, stock prefill and stock decode steps go to a composed stock backend of SGLang; prefix decode
+steps run the plan, prefix extend batches one of their own (extends.py). SGLang's three-method
+contract:
 
     hook after ForwardBatch.init_new   observe                          decide and plan, on the host
     before the graph (or eager)        init_forward_metadata_out_graph  upload a new plan
@@ -24,6 +25,7 @@ from sgl_prefix_attn.engine import model_facts, sglang_config
 from sgl_prefix_attn.engine.build import build, padding_plan
 from sgl_prefix_attn.engine.counters_of import counters_of
 from sgl_prefix_attn.engine.cross_check import check_layer
+from sgl_prefix_attn.engine.extends import Extends, build_extends
 from sgl_prefix_attn.engine.graph_variants import GraphVariants
 from sgl_prefix_attn.engine.ranks import agreement
 from sgl_prefix_attn.engine.runner_backend import find_backend
@@ -69,6 +71,7 @@ class PrefixAttnBackend(AttentionBackend):
         self._model_problem = model_facts.unsupported_model(runner)
         planner, predictor = None, None
         self._padding: Any = None  # the step that captures run, where there is one
+        self._extends: Extends | None = None
         if self._model_problem is None:
             self._heads = model_facts.head_config(runner)
             device = torch.device(runner.device)
@@ -78,6 +81,9 @@ class PrefixAttnBackend(AttentionBackend):
             planner, predictor = built.planner, built.predictor
             self._executor = built.executor
             self._padding = Step(_CAPTURE, padding_plan(built.planner))
+            self._extends = build_extends(
+                runner, self._heads, settings, counters, self.stock, built
+            )
         else:
             logger.warning(
                 "--attention-backend prefix: every step runs stock attention (%s)",
@@ -108,6 +114,8 @@ class PrefixAttnBackend(AttentionBackend):
         self._observed, self._active = None, _UNOBSERVED
         if not forward_batch.forward_mode.is_decode() or forward_batch.seq_lens_cpu is None:
             self._steps.interrupt()
+            if self._extends is not None:
+                self._extends.observe(forward_batch, schedule_batch)
             return
         try:
             self._observed = self._steps.prepare(
@@ -172,6 +180,8 @@ class PrefixAttnBackend(AttentionBackend):
         """Eager entry point."""
         self._find_wrapper()
         step = self._take_step(forward_batch.forward_mode)
+        if self._extends is not None and self._extends.begin(forward_batch):
+            return
         if not step.is_prefix or step.cross_check:
             self.stock.init_forward_metadata(forward_batch)
         if step.is_prefix:
@@ -188,6 +198,8 @@ class PrefixAttnBackend(AttentionBackend):
         size: the capture of the prefix graph must not come this way.
         """
         self._take_step(forward_batch.forward_mode)
+        if self._extends is not None:
+            self._extends.leave_to_graph()
         if in_capture:
             self._steps.lifetime.invalidate("capture")
             self._active = self._padding if self.variants.capturing else _UNOBSERVED
@@ -205,6 +217,8 @@ class PrefixAttnBackend(AttentionBackend):
     # --- attention -------------------------------------------------------------------------------
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
+        if self._extends is not None and self._extends.is_active:
+            return self._extends.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         return self.stock.forward_extend(
             q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
         )
@@ -303,6 +317,8 @@ class PrefixAttnBackend(AttentionBackend):
         logger.warning("--attention-backend prefix: all steps run stock attention (%s)", reason)
         self._model_problem = reason
         self._steps.only_stock(reason)
+        if self._extends is not None:
+            self._extends.only_stock(reason)
 
     def _stock_over_written_kv(self, q, k, v, layer, forward_batch):
         """Stock attention of a layer whose k and v are in the pool already; q [B, Hq, D]."""

@@ -1,6 +1,6 @@
 """What SGLang's ModelRunner says about a model's attention layers, and why they cannot be run."""
 
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from sgl_prefix_attn.engine import sglang_config
 from sgl_prefix_attn.records import HeadConfig
@@ -40,6 +40,12 @@ def unsupported_model(runner) -> str | None:
         f"kv_pool:{pool}": pool != "MHATokenToKVPool",
     }
     return next((reason for reason, holds in reasons.items() if holds and reason), None)
+
+
+def unsupported_extend(runner) -> str | None:
+    """Say why no extend batch of a model that decodes over plans can run one, or None."""
+    causal = all(x.attn_type == AttentionType.DECODER for x in attention_layers(runner))
+    return None if causal else "layers:bidirectional"
 
 
 def _pool_name(pool) -> str:

@@ -59,6 +59,7 @@ class StepCounters:
     exporter: PrometheusExporter | None = None
     decode_log: DecodeLog | None = None
     steps: Counter = field(default_factory=Counter)  # Decision -> decode steps
+    extends: Counter = field(default_factory=Counter)  # Decision -> extend batches
     kv_tokens: Counter = field(default_factory=Counter)  # kind -> KV tokens per layer
     plans: Counter = field(default_factory=Counter)  # cause -> plans
     last_plan: PlanStats | None = None
@@ -74,6 +75,11 @@ class StepCounters:
             self.exporter.step(decision, kv_tokens)
         if self.decode_log is not None:
             self.decode_log.step(decision, self)
+
+    def extend(self, decision: Decision) -> None:
+        """Count an extend batch, where they may run a plan."""
+        self.extends[decision] += 1
+        self._export("extends_total", 1, decision.variant, decision.reason)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:

@@ -14,6 +14,12 @@ from sgl_prefix_attn.records import PREFIX, STOCK, Decision
 _COUNTERS = (
     ("steps_total", "Decode steps by kernel variant and the reason for it.", "variant", "reason"),
     (
+        "extends_total",
+        "Extend batches by kernel variant and the reason for it, where prefix serves prefill.",
+        "variant",
+        "reason",
+    ),
+    (
         "kv_tokens_total",
         "KV tokens per layer of decode steps: read, what a query-centric kernel reads, unique "
         "(of steps whose radix tree was read).",

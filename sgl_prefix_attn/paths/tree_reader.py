@@ -23,11 +23,11 @@ class TreeInvariantError(RuntimeError):
 
 
 class RunningBatch(NamedTuple):
-    """A decode batch as SGLang hands it over.
+    """A batch as SGLang hands it over.
 
     reqs          requests in batch order
     tree_cache    SGLang's prefix cache
-    seq_lens      int [B] KV tokens of each request, the token being decoded included
+    seq_lens      int [B] KV tokens of each request, those that attend included
     req_to_token  int32 [rows, positions] KV slots, on SGLang's device
     """
 

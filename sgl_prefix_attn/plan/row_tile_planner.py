@@ -94,6 +94,7 @@ class RowTilePlanner:
     def warm_up(self) -> None:
         """Compile the planner's loops (some seconds the first time) before serving starts."""
         self.plan(PathTable.smallest_shared())
+        self.plan(PathTable.smallest_shared(), np.ones(2, np.int32))
 
     def serialize(self, forest: Forest, cut: Cut) -> RowTilePlan:
         """The plan of one of a forest's cuts."""

@@ -197,10 +197,8 @@ class StepPreparer:
 
     def _reason_of(self, fault: Exception | None) -> str:
         """Say why an evaluation failed, here or (None) on another rank; log it the first time."""
-        if fault is None:
-            reason, fault = "other_rank", RuntimeError("another tensor-parallel rank failed")
-        else:
-            reason = _FAULTS.get(type(fault), "planner_error")
+        reason = "other_rank" if fault is None else reason_of(fault)
+        fault = fault or RuntimeError("another tensor-parallel rank failed")
         self.counters.log_once(
             reason,
             logging.ERROR,
@@ -210,3 +208,8 @@ class StepPreparer:
             exc_info=fault,
         )
         return reason
+
+
+def reason_of(fault: Exception) -> str:
+    """Name what went wrong while a batch was planned, as a label of metrics."""
+    return _FAULTS.get(type(fault), "planner_error")

@@ -100,7 +100,7 @@ def test_plans_follow_each_other():
         check(made, asked)
 
 
-@pytest.mark.parametrize("fault", CHAIN_FAULTS)
+@pytest.mark.parametrize("fault", CHAIN_FAULTS.values())
 def test_a_planted_fault_is_found(fault):
     asked = multi_token(path_table([(-1, 70)], [0, 0], [9, 9]), [4, 4], HEADS, torch.float32)
     made = planned(asked)

@@ -136,7 +136,7 @@ def test_a_path_into_the_new_tokens_is_refused():
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("fault", CHAIN_FAULTS)
+@pytest.mark.parametrize("fault", CHAIN_FAULTS.values())
 def test_the_check_finds_a_planted_fault(fault, heads):
     asked = multi_token(path_table([(-1, 70)], [0, 0], [9, 9]), [4, 4], heads, torch.float64)
     plan = planner(heads).plan(asked.requests.paths, asked.query_lens)

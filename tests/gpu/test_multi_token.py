@@ -117,7 +117,7 @@ def test_pages():
         check(plan, asked)
 
 
-@pytest.mark.parametrize("fault", CHAIN_FAULTS)
+@pytest.mark.parametrize("fault", CHAIN_FAULTS.values())
 def test_a_planted_fault_is_found(fault):
     """In contexts so short that one token of 16-bit KV matters."""
     heads, dtype, _ = SHAPES["llama"]

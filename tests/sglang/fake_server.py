@@ -51,6 +51,7 @@ class Stock(AttentionBackend):
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
         self.calls.append("extend")
+        self.saved.append(save_kv_cache)
         return q
 
 
@@ -87,7 +88,13 @@ Pool.__name__ = "MHATokenToKVPool"
 class Server:
     """A backend over a fake runner, and the steps that SGLang would drive it through."""
 
-    def __init__(self, monkeypatch, settings=Settings(headroom=8), tp_size=1):  # noqa: B008
+    def __init__(
+        self,
+        monkeypatch,
+        settings=Settings(headroom=8),  # noqa: B008
+        tp_size=1,
+        prefill="torch_native",
+    ):
         from sglang.srt.layers.radix_attention import RadixAttention
 
         self.world = World()
@@ -103,6 +110,7 @@ class Server:
             is_draft_worker=False,
             kv_index_translator=None,
             max_total_num_tokens=4096,
+            page_size=1,
             model=torch.nn.Sequential(self.layer),
             req_to_token_pool=SimpleNamespace(size=16, req_to_token=self.world.req_to_token),
             token_to_kv_pool=Pool(4096),
@@ -111,6 +119,7 @@ class Server:
         self.parallel = ranks(tp_size)
         monkeypatch.setattr(sglang_config, "parallel", lambda: self.parallel)
         monkeypatch.setattr(sglang_config, "options", lambda server_args: server_args)
+        monkeypatch.setattr(sglang_config, "attention_backends", lambda args: (prefill, "prefix"))
         monkeypatch.setattr(backend_module, "create_stock", lambda runner: self.stock)
         self._monkeypatch = monkeypatch
         self.backend = PrefixAttnBackend(runner, settings)

@@ -22,9 +22,10 @@ def register():
     steps, fault_file = os.environ.get("PROBE_STEPS"), os.environ.get("PROBE_FAULT")
     if steps and fault_file:
         from sgl_prefix_attn.engine import build
-        from sgl_prefix_attn.step import preparer
+        from sgl_prefix_attn.step import extend, preparer
 
         _record_steps(preparer, Path(steps), Path(fault_file))
+        _record_extends(extend, Path(steps))
         _plant_faults(preparer, build, Path(fault_file))
         if os.environ.get("PROBE_ROW_TILES"):
             from tests.support.torch_row_tiles import say_that_row_tiles_run
@@ -117,6 +118,29 @@ def _record_steps(preparer, steps: Path, fault_file: Path):
     preparer.StepPreparer.prepare = recorded
 
 
+def _record_extends(extend, steps: Path):
+    """Extend batches that may run a plan, where prefix is the prefill backend, too."""
+    prepare = extend.ExtendPreparer.prepare
+
+    def recorded(self, batch, query_lens):
+        step = prepare(self, batch, query_lens)
+        plan = step.new_plan
+        record = {
+            "extend": query_lens.tolist(),
+            "variant": step.decision.variant,
+            "reason": step.decision.reason,
+            "read": plan.stats.kv_tokens_read if plan else None,
+            "query_centric": plan.stats.kv_tokens_query_centric if plan else None,
+            "cross_check": step.cross_check,
+            "mismatches": self._counters.mismatches,
+        }
+        with steps.open("a") as out:
+            out.write(json.dumps(record) + "\n")
+        return step
+
+    extend.ExtendPreparer.prepare = recorded
+
+
 def _note_calls(kind, name: str, calls: list):
     method = getattr(kind, name)
 
@@ -158,6 +182,7 @@ def _plant_faults(preparer, build, fault_file: Path):
     from eval.compare_outputs import faults
     from sgl_prefix_attn import plan as packs
     from sgl_prefix_attn.plan import row_tile_planner
+    from tests.support.multi_token import CHAIN_FAULTS
 
     make_packs, make_tiles = packs.make_packs, row_tile_planner.make_tiles
     plan, plan_row_tiles = build.Planner.plan_forest, build.RowTilePlanner.plan_forest
@@ -173,8 +198,13 @@ def _plant_faults(preparer, build, fault_file: Path):
         return fault
 
     def faulty_row_tile_plan(self, forest):
-        fault_of_plan()
-        return plan_row_tiles(self, forest)
+        change = CHAIN_FAULTS.get(fault_of_plan())
+        good = plan_row_tiles(self, forest)
+        if change is None or forest.query_lens is None or forest.query_lens.max() < 3:
+            return good
+        words = good.words.copy()
+        change(words)
+        return dataclasses.replace(good, words=words)
 
     def faulty_packs(*args):
         good = make_packs(*args)

@@ -78,10 +78,10 @@ def shift_a_column(words) -> None:
 def swap_chains(words) -> None:
     """Two requests see each other's new tokens."""
     requests = words[[w + W.S_REQUEST for w in _chain(words)]].tolist()
-    one, other = dict.fromkeys(requests)
+    one, other = list(dict.fromkeys(requests))[:2]
     for w in _chain(words):
         row = int(words[w + W.S_REQUEST])
         words[w + W.S_REQUEST] = {one: other, other: one}.get(row, row)
 
 
-CHAIN_FAULTS = (drop_a_token, shift_a_column, swap_chains)
+CHAIN_FAULTS = {fault.__name__: fault for fault in (drop_a_token, shift_a_column, swap_chains)}

@@ -1,0 +1,202 @@
+"""Extend batches over a plan of their own, where `prefix` is the prefill backend, too.
+
+Driven as the backend is: observe() on the host, begin() before the forward pass, forward() in every
+layer. A plan serves one batch, whose attention SGLang runs eagerly, with prefill CUDA graphs around
+it or without; where a graph holds attention itself, batches are stock.
+"""
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+from sgl_prefix_attn.engine import model_facts, sglang_config
+from sgl_prefix_attn.engine.build import Execution
+from sgl_prefix_attn.engine.cross_check import check_layer
+from sgl_prefix_attn.execute.backends.choice import row_tile_backend
+from sgl_prefix_attn.execute.executor import PlanExecutor
+from sgl_prefix_attn.execute.params import LayerParams
+from sgl_prefix_attn.metrics.counters import StepCounters
+from sgl_prefix_attn.paths.tree_reader import RunningBatch
+from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
+from sgl_prefix_attn.predict.prefill_time import PrefillTime
+from sgl_prefix_attn.predict.startup import default_rates
+from sgl_prefix_attn.records import HeadConfig
+from sgl_prefix_attn.settings import BACKEND_NAME, Settings
+from sgl_prefix_attn.step.extend import ExtendPreparer
+from sgl_prefix_attn.step.preparer import Step
+
+logger = logging.getLogger(__name__)
+
+# New tokens of a batch that the workspace is made for: larger ones are chunks of long prompts,
+# which fill tiles by themselves.
+_MOST_QUERIES = 1 << 14
+
+
+def build_extends(
+    runner,
+    heads: HeadConfig,
+    settings: Settings,
+    counters: StepCounters,
+    stock: AttentionBackend,
+    decode: Execution,
+) -> "Extends | None":
+    """Build what runs extend batches beside `decode`; None where all of them are stock: by the
+    settings, with another prefill backend, or without row tiles."""
+    prefill_name, _ = sglang_config.attention_backends(runner.server_args)
+    if prefill_name != BACKEND_NAME or not settings.prefill:
+        return None
+    device = torch.device(runner.device)
+    backend: Any  # of row tiles
+    if isinstance(decode.planner, RowTilePlanner):
+        backend = decode.executor.backend
+    elif device.type == "cpu":
+        backend = row_tile_backend(device, heads, runner.dtype)
+    else:
+        logger.info("--attention-backend prefix: prefill is stock attention (no row tiles)")
+        return None
+    capacity = backend.server_capacity(_MOST_QUERIES, runner.max_total_num_tokens, 0)
+    planner = RowTilePlanner(
+        heads,
+        num_sms=backend.num_sms,
+        rates=default_rates(device, heads, runner.kv_cache_dtype, runner.page_size),
+        capacity=capacity,
+    )
+    planner.warm_up()
+    executor = PlanExecutor(backend, capacity)
+    preparer = ExtendPreparer(
+        settings,
+        planner,
+        capacity.check,
+        counters,
+        predictor=None if device.type == "cpu" else PrefillTime(heads),
+        problem=model_facts.unsupported_extend(runner),
+    )
+    logger.info("--attention-backend prefix: extend batches with shared prefixes run row tiles")
+    return Extends(runner, stock, preparer, executor, counters)
+
+
+class Extends:
+    """Observed extend batches, one at a time, and the attention of those that run a plan."""
+
+    def __init__(
+        self,
+        runner,
+        stock: AttentionBackend,
+        preparer: ExtendPreparer,
+        executor: PlanExecutor,
+        counters: StepCounters,
+    ):
+        self._req_to_token = runner.req_to_token_pool.req_to_token
+        self._kv_pool = runner.token_to_kv_pool
+        self._stock = stock
+        self._preparer = preparer
+        self._executor = executor
+        self._counters = counters
+        self._observed: Step | None = None  # prefix steps alone
+        self._active: Step | None = None
+        self._num_queries = 0
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the batch that runs now runs a plan."""
+        return self._active is not None
+
+    def observe(self, forward_batch, schedule_batch) -> None:
+        """Decide and plan the batch that SGLang is about to run, if it extends requests."""
+        self._observed = self._active = None
+        mode, lens = forward_batch.forward_mode, forward_batch.extend_seq_lens_cpu
+        if not (
+            mode.name in ("EXTEND", "MIXED") and lens and forward_batch.seq_lens_cpu is not None
+        ):
+            return
+        query_lens = np.array(lens, np.int32)
+        seq_lens = forward_batch.seq_lens_cpu.numpy()
+        step = self._preparer.prepare(
+            RunningBatch(
+                schedule_batch.reqs, schedule_batch.tree_cache, seq_lens, self._req_to_token
+            ),
+            query_lens,
+        )
+        if step.is_prefix:
+            self._observed, self._num_queries = step, int(query_lens.sum())
+
+    def begin(self, forward_batch) -> bool:
+        """Load the observed batch's plan; whether the batch does without stock metadata."""
+        self._active, self._observed = self._observed, None
+        if self._active is None:
+            return False
+        plan: Any = self._active.new_plan
+        try:
+            self._executor.load(plan, self._req_to_token, forward_batch.req_pool_indices)
+        except Exception as error:
+            self._fail(error, forward_batch)
+            return True
+        return not self._active.cross_check
+
+    def leave_to_graph(self) -> None:
+        """Leave the batch, and all later ones, to stock attention inside a captured graph."""
+        if self._observed is not None:
+            self.only_stock("prefill_graph")
+        self._active = self._observed = None
+
+    def only_stock(self, reason: str) -> None:
+        """Let no batch from now on run a plan."""
+        self._preparer.only_stock(reason)
+
+    def forward(self, q, k, v, layer, forward_batch, save_kv_cache, **kwargs):
+        """Attend in one layer: q [Q, Hq * D], k and v [Q, Hkv, D]; returns [Q, Hq * D]."""
+        options = sorted(name for name, value in kwargs.items() if value is not None)
+        if options:
+            self._leave(f"layer_option:{options[0]}", forward_batch)
+            return self._stock.forward_extend(
+                q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
+            )
+        if save_kv_cache and k is not None:
+            self._kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
+        rows = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = torch.empty_like(rows)
+        out[self._num_queries :] = 0  # padding: a model may take statistics over all rows
+        try:
+            self._executor.run(
+                LayerParams(
+                    q=rows,
+                    k_cache=self._kv_pool.get_key_buffer(layer.layer_id),
+                    v_cache=self._kv_pool.get_value_buffer(layer.layer_id),
+                    seq_lens=forward_batch.seq_lens,
+                    out=out,
+                    out_lse=None,
+                    sm_scale=layer.scaling,
+                    soft_cap=layer.logit_cap,
+                )
+            )
+        except Exception as error:
+            self._fail(error, forward_batch)
+            return self._over_written_kv(q, k, v, layer, forward_batch)
+        out = out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+        if self._active is not None and self._active.cross_check:
+            expected = self._over_written_kv(q, k, v, layer, forward_batch)
+            check_layer(layer.layer_id, out, expected, self._counters)
+        return out
+
+    def _fail(self, error: Exception, forward_batch) -> None:
+        """Go on with stock attention after kernels that failed; raises the error where the CUDA
+        context is lost, or where other ranks would go on with plans."""
+        if sglang_config.parallel().tp_size > 1 or isinstance(error, torch.AcceleratorError):
+            raise error
+        logger.error("prefix kernels failed in an extend batch: %s", error, exc_info=error)
+        self._leave("kernel_error", forward_batch)
+
+    def _leave(self, reason: str, forward_batch) -> None:
+        """Run stock from here on, in the middle of a batch."""
+        logger.warning("--attention-backend prefix: prefill runs stock attention (%s)", reason)
+        self.only_stock(reason)
+        self._stock.init_forward_metadata(forward_batch)
+        self._active = None
+
+    def _over_written_kv(self, q, k, v, layer, forward_batch):
+        """Stock attention of a layer whose k and v are in the pool already."""
+        return self._stock.forward_extend(q, k, v, layer, forward_batch, save_kv_cache=False)

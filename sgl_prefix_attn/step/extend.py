@@ -1,0 +1,134 @@
+"""What one extend batch will do: several tokens of each request through a plan, or stock prefill.
+
+A plan serves one batch, all layers of it; nothing is carried on to the next one. PackInfer's idea
+of computing requests together that share a cached prefix, with row tiles as its groups.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from sgl_prefix_attn.metrics.counters import StepCounters
+from sgl_prefix_attn.paths.readers import reader_of, unsupported_tree
+from sgl_prefix_attn.paths.tree_reader import RunningBatch, check_paths
+from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
+from sgl_prefix_attn.plan.row_tile_words import RowTilePlan
+from sgl_prefix_attn.records import PREFIX, STOCK, Decision, Forest, Prediction
+from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.step.preparer import Step, reason_of
+
+# Predicted stock time over ours from which a batch goes through a plan. Above what decode asks of
+# a calibration (step/policy.py): nothing is measured on the server's own GPU.
+GAIN = 1.10
+
+
+class PrefillPredictor(Protocol):
+    """Microseconds per layer of stock prefill (predict/prefill_time.py)."""
+
+    def stock(self, seq_lens: np.ndarray, query_lens: np.ndarray, unique: int) -> float: ...
+
+
+def decide_extend(
+    policy: str, against: str | None, shares: bool, predicted: Prediction | None
+) -> Decision:
+    """Choose the kernels of an extend batch: what stands against a plan first, then a forced
+    policy, then whether anything is shared, then the predicted times (None on a CPU)."""
+    if against is None and policy == STOCK:
+        against = "forced"
+    if against is not None:
+        return Decision(STOCK, against)
+    if policy == PREFIX:
+        return Decision(PREFIX, "forced")
+    if not shares:
+        return Decision(STOCK, "unshared")
+    if predicted is None:
+        return Decision(PREFIX, "default")
+    if predicted.stock_us >= GAIN * predicted.prefix_us:
+        return Decision(PREFIX, "predicted_faster", predicted)
+    return Decision(STOCK, "predicted_slower", predicted)
+
+
+class ExtendPreparer:
+    """Decides and plans extend batches, each by itself.
+
+    check_size raises PlanTooLarge for a plan that the executor's workspace does not hold
+    predictor  of stock prefill, None: plans run wherever anything is shared
+    problem    why no batch can run a plan, or None
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        planner: RowTilePlanner,
+        check_size: Callable[[RowTilePlan], None],
+        counters: StepCounters,
+        *,
+        predictor: PrefillPredictor | None = None,
+        problem: str | None = None,
+    ):
+        self._settings = settings
+        self._planner = planner
+        self._check_size = check_size
+        self._counters = counters
+        self._predictor = predictor
+        self._problem = problem
+        self._prefix_batches = 0
+
+    def prepare(self, batch: RunningBatch, query_lens: np.ndarray) -> Step:
+        """Prepare the batch about to run; query_lens int32 [B]: new tokens of each request."""
+        plan = None
+        try:
+            with self._counters.evaluation():
+                decision, plan = self._evaluate(batch, query_lens)
+        except Exception as error:  # attention is local to a rank: the others need not know
+            decision = Decision(STOCK, reason_of(error))
+            self._counters.log_once(
+                f"extend_{decision.reason}",
+                logging.ERROR,
+                "extend batches fall back to stock attention (%s): %s",
+                decision.reason,
+                error,
+                exc_info=error,
+            )
+        self._counters.extend(decision)
+        check = False
+        if plan is not None and self._settings.check:
+            self._prefix_batches += 1
+            check = self._prefix_batches % self._settings.check_every == 0
+        return Step(decision, plan, cross_check=check)
+
+    def only_stock(self, reason: str) -> None:
+        """Let no batch from now on run a plan."""
+        self._problem = reason
+
+    def _evaluate(
+        self, batch: RunningBatch, query_lens: np.ndarray
+    ) -> tuple[Decision, RowTilePlan | None]:
+        policy = self._settings.policy
+        against = self._problem or unsupported_tree(batch.tree_cache)
+        if against is not None or policy == STOCK:
+            return decide_extend(policy, against, False, None), None
+        forest = self._read(batch, query_lens)
+        shares = forest.parent.size > 0
+        decision = decide_extend(policy, None, shares, None)
+        if decision.variant == STOCK:
+            return decision, None
+        plan = self._planner.plan_forest(forest)
+        if self._predictor is not None and policy != PREFIX:
+            stock_us = self._predictor.stock(forest.seq_lens, query_lens, forest.unique_tokens)
+            decision = decide_extend(policy, None, shares, Prediction(stock_us, plan.predicted_us))
+            if decision.variant == STOCK:
+                return decision, None
+        self._check_size(plan)
+        return decision, plan
+
+    def _read(self, batch: RunningBatch, query_lens: np.ndarray) -> Forest:
+        reader = reader_of(batch.tree_cache)
+        assert reader is not None, "the tree is supported"
+        paths = reader.read_paths(batch)
+        if self._settings.check:
+            check_paths(paths, batch, reader)
+        return build_forest(paths, query_lens)

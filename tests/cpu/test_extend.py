@@ -1,0 +1,161 @@
+"""Extend batches: which of them run a plan, and what stock prefill is predicted to take."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from sgl_prefix_attn.metrics.counters import StepCounters
+from sgl_prefix_attn.plan.capacity import UNLIMITED
+from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
+from sgl_prefix_attn.predict.prefill_time import PrefillTime
+from sgl_prefix_attn.records import Decision, HeadConfig, Prediction
+from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.step.extend import GAIN, ExtendPreparer, decide_extend
+from tests.support.fake_sglang import HiRadixCache, World
+from tests.support.forests import path_table
+from tests.support.steps import shared_world
+
+LLAMA = HeadConfig(32, 8, 128)
+
+
+class Times:
+    """A predictor of stock prefill that takes so many microseconds."""
+
+    def __init__(self, us):
+        self.us = us
+
+    def stock(self, seq_lens, query_lens, unique):
+        self.asked = seq_lens.tolist(), query_lens.tolist(), unique
+        return self.us
+
+
+def preparer(settings=Settings(), planner=None, capacity=UNLIMITED, **options):  # noqa: B008
+    planner = planner or RowTilePlanner(HeadConfig(8, 2, 32), num_sms=16)
+    return ExtendPreparer(settings, planner, capacity.check, StepCounters(), **options)
+
+
+def prepare(steps, world, lens=(2, 3, 1, 9), cache=None):
+    """The batch in which the world's requests have so many new tokens behind their cached ones."""
+    batch = world.batch(0, cache)
+    batch = batch._replace(seq_lens=batch.seq_lens + np.array(lens))
+    return steps.prepare(batch, np.array(lens, np.int32))
+
+
+def test_what_is_shared_is_read_once_by_a_plan_of_its_own_for_each_batch():
+    steps = preparer()
+    for lens in ((2, 3, 1, 9), (1, 1, 1, 30)):
+        step = prepare(steps, shared_world(), lens)
+        assert step.decision == Decision("prefix", "default")
+        # 4 requests with 40 shared tokens and a private one that is cached
+        stats = step.new_plan.stats
+        assert stats.kv_tokens_unique == 40 + 4 + sum(lens)
+        assert stats.kv_tokens_query_centric == 4 * 41 + sum(lens)
+        assert step.new_plan.appends_left == 0
+    assert steps._counters.extends == {Decision("prefix", "default"): 2}
+
+
+def test_what_shares_nothing_is_stock_unless_forced():
+    world = World()
+    for i in range(4):
+        world.add([i] * 20, tail=30)
+    step = prepare(preparer(), world)
+    assert step.decision == Decision("stock", "unshared") and step.new_plan is None
+    forced = prepare(preparer(Settings(policy="prefix")), world)
+    assert forced.decision == Decision("prefix", "forced") and forced.new_plan is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "cache", "reason"),
+    [
+        ({"settings": Settings(policy="stock")}, None, "forced"),
+        ({}, HiRadixCache(), "tree:HiRadixCache"),
+        ({"problem": "layers:bidirectional"}, HiRadixCache(), "layers:bidirectional"),
+        ({"capacity": replace(UNLIMITED, words=1)}, None, "plan_too_large"),
+    ],
+)
+def test_what_stands_against_a_plan(options, cache, reason):
+    steps = preparer(**options)
+    step = prepare(steps, shared_world(), cache=cache)
+    assert step.decision == Decision("stock", reason) and step.new_plan is None
+    assert steps._counters.extends == {Decision("stock", reason): 1}
+
+
+def test_an_error_is_stock_and_told_once(caplog):
+    class Failing(RowTilePlanner):
+        def plan_forest(self, forest):
+            raise ZeroDivisionError("planted")
+
+    steps = preparer(planner=Failing(HeadConfig(8, 2, 32), num_sms=16))
+    for _ in range(2):
+        assert prepare(steps, shared_world()).decision == Decision("stock", "planner_error")
+    assert caplog.text.count("extend batches fall back to stock attention (planner_error)") == 1
+
+
+def test_only_stock_is_for_all_later_batches():
+    steps = preparer()
+    steps.only_stock("kernel_error")
+    assert prepare(steps, shared_world()).decision == Decision("stock", "kernel_error")
+
+
+def test_check_mode_verifies_the_tree_and_compares_every_nth_batch():
+    steps = preparer(Settings(check=True, check_every=2))
+    world = shared_world()
+    assert [prepare(steps, world).cross_check for _ in range(4)] == [False, True] * 2
+    world.reqs[2].cache_protected_len -= 1
+    batch = world.batch(3)
+    step = steps.prepare(batch, np.full(4, 2, np.int32))
+    assert step.decision == Decision("stock", "check_failed")
+
+
+def test_the_faster_one_runs_by_prediction():
+    us = prepare(preparer(), shared_world()).new_plan.predicted_us
+    times = Times(GAIN * us)
+    step = prepare(preparer(predictor=times), shared_world())
+    assert step.decision == Decision("prefix", "predicted_faster")
+    assert step.decision.predicted == Prediction(GAIN * us, us)
+    assert times.asked == ([43, 44, 42, 50], [2, 3, 1, 9], 40 + 4 + 15)
+    step = prepare(preparer(predictor=Times(0.99 * GAIN * us)), shared_world())
+    assert step.decision == Decision("stock", "predicted_slower") and step.new_plan is None
+    forced = preparer(Settings(policy="prefix"), predictor=Times(0.0))
+    assert prepare(forced, shared_world()).decision == Decision("prefix", "forced")
+
+
+def test_the_order_of_reasons():
+    slow = Prediction(1.0, 2.0)
+    assert decide_extend("stock", "tree:x", True, slow).reason == "tree:x"
+    assert decide_extend("prefix", "tree:x", True, slow) == Decision("stock", "tree:x")
+    assert decide_extend("auto", None, False, Prediction(2.0, 1.0)).reason == "unshared"
+
+
+# --- stock prefill by rates -----------------------------------------------------------------------
+
+
+def predicted(batch, cached, new):
+    """Factor by which a plan is predicted to be faster on an H100, 6000 tokens shared or none."""
+    nodes, leaf = ([(-1, cached)], [0] * batch) if cached else ([], [-1] * batch)
+    paths = path_table(nodes, leaf, [new if cached else 2048 + new] * batch)
+    lens = np.full(batch, new, np.int32)
+    plan = RowTilePlanner(LLAMA, num_sms=132).plan(paths, lens)
+    stock = PrefillTime(LLAMA).stock(paths.seq_lens, lens, plan.stats.kv_tokens_unique)
+    return stock / plan.predicted_us
+
+
+def test_few_new_tokens_below_a_shared_prefix_gain_and_many_do_not():
+    eight, sixteen, *more = [predicted(128, 6000, new) for new in (8, 16, 32, 120)]
+    assert eight > 1.5 and eight > sixteen > GAIN > max(more)
+
+
+@pytest.mark.parametrize("new", [4, 16, 120, 512])
+def test_without_sharing_nothing_is_gained(new):
+    assert predicted(32, 0, new) < GAIN
+
+
+def test_stock_takes_longer_the_more_there_is_to_do():
+    time = PrefillTime(LLAMA)
+    lens, queries = np.array([4000, 70]), np.array([30, 70])
+    base = time.stock(lens, queries, 4070)
+    assert base < time.stock(lens + 1000, queries, 6070)
+    assert base < time.stock(np.tile(lens, 3), np.tile(queries, 3), 4070)
+    one = np.array([1])
+    assert time.stock(one, one, 1) < 10, "one token"

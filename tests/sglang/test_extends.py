@@ -1,0 +1,231 @@
+"""Extend batches over plans: greedy outputs on real CPU engines, and the backend's state machine.
+
+The policy and the preparation of a batch: tests/cpu/test_extend.py.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sgl_prefix_attn.engine import extends as extends_module
+from sgl_prefix_attn.execute.reference import full_attention
+from sgl_prefix_attn.records import Decision
+from sgl_prefix_attn.settings import Settings
+from tests.sglang.engine import STOCK, Config
+from tests.sglang.fake_server import HKV, HQ, D, Server
+from tests.sglang.test_outputs import CHECKED, EVERYTHING, REFERENCE
+
+FAULTS = ("swap_chains", "drop_a_token")
+ENGINE = Config(
+    "extends",
+    EVERYTHING + tuple(("siblings", fault) for fault in (*FAULTS, "planner_error")),
+    {"prefill_attention_backend": "prefix", "chunked_prefill_size": 64, "enable_mixed_chunk": True},
+    {**CHECKED, "SGL_PREFIX_ATTN_CHECK_EVERY": "1"},
+)
+ROW_TILES = Config(
+    "extends_of_row_tiles",
+    (("siblings", ""), ("two_turns", "")),
+    {"prefill_attention_backend": "prefix", "page_size": 16},
+    {"PROBE_ROW_TILES": "1", **CHECKED, "SGL_PREFIX_ATTN_CHECK_EVERY": "1"},
+)
+
+
+def extends_of(run, key) -> list[dict]:
+    return [step for step in run.steps[key] if "extend" in step]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("config", [ENGINE, ROW_TILES], ids=lambda config: config.name)
+def test_outputs_equal_stock_and_passed_the_checks(engines, config):
+    stock, prefix = engines.run(REFERENCE, STOCK), engines.run(config)
+    sound = [key for key in config.scenarios if not key[1]]
+    for key in sound:
+        assert prefix.outputs[key] == stock.outputs[key], f"{key} differs"
+    found = [step for key in sound for step in extends_of(prefix, key)]
+    assert {(step["variant"], step["reason"]) for step in found} == {
+        ("prefix", "default"), ("stock", "unshared"),
+    }  # fmt: skip
+    assert found[-1]["mismatches"] == 0
+    assert any(step["cross_check"] for step in found)
+    planned = [step for step in extends_of(prefix, ("siblings", "")) if step["read"]]
+    assert planned and all(step["read"] < step["query_centric"] for step in planned)
+    assert any(len(step["extend"]) >= 3 and max(step["extend"]) >= 6 for step in planned)
+
+
+@pytest.mark.engine
+def test_mixed_chunks_run_plans(engines):
+    """A batch of requests that decode, one token each, and of a long prompt's chunk."""
+    found = extends_of(engines.run(ENGINE), ("late_prompt", ""))
+    assert any(
+        step["variant"] == "prefix" and step["extend"].count(1) >= 3 and max(step["extend"]) > 30
+        for step in found
+    )
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("fault", FAULTS)
+def test_wrong_plans_are_found(engines, fault):
+    """By the outputs, and by the check of layers against stock attention."""
+    run = engines.run(ENGINE)
+    assert run.outputs["siblings", fault] != engines.run(REFERENCE, STOCK).outputs["siblings", ""]
+    steps = run.steps["siblings", fault]
+    assert steps[0]["mismatches"] < steps[-1]["mismatches"]
+
+
+@pytest.mark.engine
+def test_a_planner_error_costs_the_gain_and_not_the_output(engines):
+    run = engines.run(ENGINE)
+    reasons = {(s["variant"], s["reason"]) for s in extends_of(run, ("siblings", "planner_error"))}
+    assert ("stock", "planner_error") in reasons and not any(v == "prefix" for v, _ in reasons)
+    right = engines.run(REFERENCE, STOCK).outputs["siblings", ""]
+    assert run.outputs["siblings", "planner_error"] == right
+
+
+# --- the backend over a fake runner ---------------------------------------------------------------
+
+PREFIX_BATCH = Decision("prefix", "default")
+
+
+class PrefillServer(Server):
+    """Serves prefill, too; three requests below one node, each with `lens` new tokens."""
+
+    def __init__(self, monkeypatch, *args, prefill="prefix", **options):
+        super().__init__(monkeypatch, *args, prefill=prefill, **options)
+
+    def extend_batch(self, lens=(3, 1, 7), mode=ForwardMode.EXTEND):
+        batch = self.batch(1, mode)
+        batch.extend_seq_lens_cpu = list(lens)
+        batch.seq_lens = batch.seq_lens_cpu = batch.seq_lens - 1 + torch.tensor(lens)
+        batch.out_cache_loc = torch.cat(
+            [self.world.req_to_token[i, end - n : end] for i, n, end in
+             zip(range(3), lens, batch.seq_lens.tolist(), strict=True)]
+        ).long()  # fmt: skip
+        return batch
+
+    def extend(self, batch, padding=0, **options):
+        """q and output of one layer of an observed batch."""
+        self.observe(batch)
+        self.backend.init_forward_metadata(batch)
+        total = sum(batch.extend_seq_lens_cpu)
+        generator = torch.Generator().manual_seed(0)
+        q = torch.randn(total + padding, HQ * D, generator=generator)
+        k, v = (torch.randn(total, HKV, D, generator=generator) for _ in range(2))
+        return q, self.backend.forward_extend(q, k, v, self.layer, batch, **options)
+
+    def expected_extend(self, q, batch):
+        pool, lens = self.runner.token_to_kv_pool, batch.extend_seq_lens_cpu
+        rows = torch.repeat_interleave(torch.arange(3), torch.tensor(lens))
+        ends = torch.cat([torch.arange(n) - n + 1 for n in lens]) + batch.seq_lens[rows]
+        out, _ = full_attention(
+            q.view(-1, HQ, D), pool.k, pool.v, self.world.req_to_token, rows, ends,
+            sm_scale=D**-0.5,
+        )  # fmt: skip
+        return out.reshape(len(q), -1).float()
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.MIXED])
+def test_extend_batches_equal_full_attention_between_decode_steps(monkeypatch, mode):
+    server = PrefillServer(monkeypatch)
+    server.assert_attention(*server.eager_step(1))
+    for lens in ((3, 1, 7), (30, 2, 1)):
+        batch = server.extend_batch(lens, mode)
+        q, out = server.extend(batch)
+        torch.testing.assert_close(out, server.expected_extend(q, batch), rtol=1e-5, atol=1e-5)
+    server.assert_attention(*server.eager_step(2))  # its plan is still there
+    assert not server.stock.calls
+    assert server.backend.counters.extends == {PREFIX_BATCH: 2}
+    assert server.backend.counters.plans == {"first": 1}
+
+
+def test_padding_rows_are_zero(monkeypatch):
+    server = PrefillServer(monkeypatch)
+    batch = server.extend_batch()
+    monkeypatch.setattr(torch, "empty_like", lambda q: torch.full_like(q, float("nan")))
+    _, out = server.extend(batch, padding=2)
+    assert out[:-2].isfinite().all() and (out[-2:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "prefill"), [(Settings(prefill=False), "prefix"), (Settings(), "torch_native")]
+)
+def test_switched_off_or_with_another_backend_for_prefill_they_are_stock(
+    monkeypatch, settings, prefill
+):
+    server = PrefillServer(monkeypatch, settings, prefill=prefill)
+    q, out = server.extend(server.extend_batch())
+    assert out is q and server.stock.calls == ["metadata", "extend"]
+    assert not server.backend.counters.extends
+
+
+def test_a_batch_that_was_not_observed_is_stock(monkeypatch):
+    server = PrefillServer(monkeypatch)
+    batch = server.extend_batch()
+    server.extend(batch)
+    server.backend.init_forward_metadata(batch)
+    server.backend.forward_extend(torch.zeros(11, HQ * D), None, None, server.layer, batch)
+    assert server.stock.calls == ["metadata", "extend"]
+
+
+def test_a_graph_that_holds_attention_is_stocks(monkeypatch):
+    """SGLang's full prefill graphs: later batches say so."""
+    server = PrefillServer(monkeypatch)
+    batch = server.extend_batch()
+    server.observe(batch)
+    server.backend.init_forward_metadata_out_graph(batch)
+    server.extend(batch)
+    assert server.stock.calls == ["out_graph", "metadata", "extend"]
+    assert server.backend.counters.extends[Decision("stock", "prefill_graph")] == 1
+
+
+@pytest.mark.parametrize("kernel", ["load", "run"])
+def test_kernels_that_fail_leave_a_server_with_stock_prefill(monkeypatch, caplog, kernel):
+    server = PrefillServer(monkeypatch)
+    batch = server.extend_batch()
+    with monkeypatch.context() as patched:
+        executor = server.backend._extends._executor
+        patched.setattr(executor, kernel, lambda *_, **__: 1 / 0)
+        q, out = server.extend(batch)
+    assert out is q and server.stock.calls == ["metadata", "extend"]
+    assert server.stock.saved == [kernel == "load"], "KV is written once"
+    assert "prefix kernels failed in an extend batch: division by zero" in caplog.text
+    server.extend(batch)
+    assert server.backend.counters.extends[Decision("stock", "kernel_error")] == 1
+    server.assert_attention(*server.eager_step(1))
+
+
+def test_with_tensor_parallelism_they_are_raised(monkeypatch):
+    server = PrefillServer(monkeypatch, tp_size=2)
+    monkeypatch.setattr(server.backend._extends._executor, "run", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        server.extend(server.extend_batch())
+
+
+def test_a_layer_option_turns_prefill_to_stock(monkeypatch):
+    server = PrefillServer(monkeypatch)
+    batch = server.extend_batch()
+    q, out = server.extend(batch, sinks=torch.zeros(HQ))
+    assert out is q and server.stock.saved == [True]
+    server.extend(batch)
+    assert server.backend.counters.extends[Decision("stock", "layer_option:sinks")] == 1
+
+
+def test_cross_check_counts_a_layer_that_differs(monkeypatch):
+    server = PrefillServer(monkeypatch, Settings(check=True, check_every=2))
+    for _ in range(3):
+        server.extend(server.extend_batch())
+    assert server.stock.calls == ["metadata", "extend"], "every second batch"
+    assert server.backend.counters.mismatches == 1, "the fake stock backend is wrong"
+
+
+def test_without_row_tiles_prefill_is_stock(monkeypatch, caplog):
+    """On a GPU that runs packs."""
+    decode = SimpleNamespace(planner=object(), executor=None)
+    runner = SimpleNamespace(device="cuda", server_args=None)
+    monkeypatch.setattr(
+        extends_module.sglang_config, "attention_backends", lambda args: ("prefix", "prefix")
+    )
+    with caplog.at_level("INFO"):
+        found = extends_module.build_extends(runner, None, Settings(), None, None, decode)
+    assert found is None and "no row tiles" in caplog.text
