@@ -32,7 +32,8 @@ def hook(original, runner, size, forward, stream_idx=None, variant_label=None, *
 
 def find_graph_backend(runner):
     """Return the backend whose prefix kernels this runner's decode graphs can hold, or None."""
-    if not runner.capture_forward_mode.is_decode() or runner.enable_pdmux:
+    if runner.enable_pdmux:
         return None
     backend = find_backend(runner.model_runner)
-    return backend if backend is not None and backend.can_run_prefix else None
+    mode = runner.capture_forward_mode
+    return backend if backend is not None and backend.can_capture(mode) else None

@@ -49,9 +49,9 @@ class Settings:
     prefill: bool = _variable(
         True,
         _FLAG,
-        "Where `prefix` is the prefill backend, too: extend batches whose requests share cached "
-        "prefixes run row tiles where that is predicted to be faster; 0 leaves all to stock "
-        "attention.",
+        "Where `prefix` is the prefill backend, too: extend and verify batches whose requests "
+        "share cached prefixes run row tiles where that is predicted to be faster; 0 leaves all to "
+        "stock attention.",
     )
     headroom: int = _variable(
         64,

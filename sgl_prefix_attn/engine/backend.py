@@ -25,7 +25,7 @@ from sgl_prefix_attn.engine import model_facts, sglang_config
 from sgl_prefix_attn.engine.build import build, padding_plan
 from sgl_prefix_attn.engine.counters_of import counters_of
 from sgl_prefix_attn.engine.cross_check import check_layer
-from sgl_prefix_attn.engine.extends import Extends, build_extends
+from sgl_prefix_attn.engine.extends import Extends, build_extends, serves_prefill
 from sgl_prefix_attn.engine.graph_variants import GraphVariants
 from sgl_prefix_attn.engine.ranks import agreement
 from sgl_prefix_attn.engine.runner_backend import find_backend
@@ -72,18 +72,23 @@ class PrefixAttnBackend(AttentionBackend):
         planner, predictor = None, None
         self._padding: Any = None  # the step that captures run, where there is one
         self._extends: Extends | None = None
-        if self._model_problem is None:
+        # A target model that verifies never decodes, but its other batches may run plans.
+        speculates = model_facts.speculative(runner.server_args)
+        if self._model_problem in (None, speculates):
             self._heads = model_facts.head_config(runner)
-            device = torch.device(runner.device)
-            self._model_problem = why_no_backend(device, self._heads, runner.dtype)
-        if self._model_problem is None:
+            problem = why_no_backend(torch.device(runner.device), self._heads, runner.dtype)
+            self._model_problem = problem or self._model_problem
+        if self._model_problem is None or (
+            self._model_problem == speculates and serves_prefill(runner, settings)
+        ):
             built = build(runner, self._heads, settings)
-            planner, predictor = built.planner, built.predictor
-            self._executor = built.executor
-            self._padding = Step(_CAPTURE, padding_plan(built.planner))
             self._extends = build_extends(
                 runner, self._heads, settings, counters, self.stock, built
             )
+        if self._model_problem is None:
+            planner, predictor = built.planner, built.predictor
+            self._executor = built.executor
+            self._padding = Step(_CAPTURE, padding_plan(built.planner))
         else:
             logger.warning(
                 "--attention-backend prefix: every step runs stock attention (%s)",
@@ -112,10 +117,12 @@ class PrefixAttnBackend(AttentionBackend):
     def observe(self, forward_batch, schedule_batch) -> None:
         """Decide and plan the step that SGLang is about to run (after ForwardBatch.init_new)."""
         self._observed, self._active = None, _UNOBSERVED
+        if self._extends is not None:
+            self._extends.observe(
+                forward_batch, schedule_batch, self.variants.problem(len(schedule_batch.reqs))
+            )
         if not forward_batch.forward_mode.is_decode() or forward_batch.seq_lens_cpu is None:
             self._steps.interrupt()
-            if self._extends is not None:
-                self._extends.observe(forward_batch, schedule_batch)
             return
         try:
             self._observed = self._steps.prepare(
@@ -140,12 +147,19 @@ class PrefixAttnBackend(AttentionBackend):
     @property
     def needs_eager_step(self) -> bool:
         """Whether the observed step must not replay a graph."""
-        return self._observed is not None and self._observed.cross_check
+        observed = self._observed or (self._extends and self._extends.observed)
+        return bool(observed and observed.cross_check)
 
     @property
     def can_run_prefix(self) -> bool:
-        """Whether any step of this model can run prefix kernels."""
+        """Whether any decode step of this model can run prefix kernels."""
         return self._model_problem is None
+
+    def can_capture(self, forward_mode) -> bool:
+        """Whether graphs of decode steps, or of a target model's verification, get two variants."""
+        if forward_mode.is_target_verify():
+            return self._extends is not None and self._extends.can_verify
+        return forward_mode.is_decode() and self.can_run_prefix
 
     @property
     def graph_is_prefix(self) -> bool:
@@ -153,7 +167,8 @@ class PrefixAttnBackend(AttentionBackend):
 
         SGLang asks before out_graph, about the observed step, and after it, about the active one.
         """
-        return (self._observed or self._active).is_prefix
+        verifies = self._extends is not None and self._extends.graph_is_prefix
+        return verifies or (self._observed or self._active).is_prefix
 
     # --- SGLang's metadata contract --------------------------------------------------------------
 
@@ -198,8 +213,10 @@ class PrefixAttnBackend(AttentionBackend):
         size: the capture of the prefix graph must not come this way.
         """
         self._take_step(forward_batch.forward_mode)
-        if self._extends is not None:
-            self._extends.leave_to_graph()
+        if self._extends is not None and self._extends.begin_graph(
+            forward_batch, in_capture, self.variants.capturing
+        ):
+            return
         if in_capture:
             self._steps.lifetime.invalidate("capture")
             self._active = self._padding if self.variants.capturing else _UNOBSERVED
@@ -209,6 +226,8 @@ class PrefixAttnBackend(AttentionBackend):
             self.stock.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch) -> None:
+        if self._extends is not None and self._extends.is_active:
+            return  # its plan does not grow
         if self._active.is_prefix:
             self._append(forward_batch)
         else:

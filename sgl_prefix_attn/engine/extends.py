@@ -1,8 +1,9 @@
-"""Extend batches over a plan of their own, where `prefix` is the prefill backend, too.
+"""Extend and verify batches over a plan of their own, where `prefix` is the prefill backend, too.
 
-Driven as the backend is: observe() on the host, begin() before the forward pass, forward() in every
-layer. A plan serves one batch, whose attention SGLang runs eagerly, with prefill CUDA graphs around
-it or without; where a graph holds attention itself, batches are stock.
+Driven as the backend is: observe() on the host, begin() or begin_graph() before the forward pass,
+forward() in every layer. A plan serves one batch. SGLang runs the attention of extend batches
+eagerly, with prefill CUDA graphs around it or without; where such a graph holds attention itself,
+they are stock. Verification has decode graphs of two variants (graph_variants.py).
 """
 
 import logging
@@ -14,7 +15,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sgl_prefix_attn.engine import model_facts, sglang_config
-from sgl_prefix_attn.engine.build import Execution
+from sgl_prefix_attn.engine.build import Execution, padding_plan
 from sgl_prefix_attn.engine.cross_check import check_layer
 from sgl_prefix_attn.execute.backends.choice import row_tile_backend
 from sgl_prefix_attn.execute.executor import PlanExecutor
@@ -24,7 +25,7 @@ from sgl_prefix_attn.paths.tree_reader import RunningBatch
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.predict.prefill_time import PrefillTime
 from sgl_prefix_attn.predict.startup import default_rates
-from sgl_prefix_attn.records import HeadConfig
+from sgl_prefix_attn.records import PREFIX, Decision, HeadConfig
 from sgl_prefix_attn.settings import BACKEND_NAME, Settings
 from sgl_prefix_attn.step.extend import ExtendPreparer
 from sgl_prefix_attn.step.preparer import Step
@@ -34,6 +35,12 @@ logger = logging.getLogger(__name__)
 # New tokens of a batch that the workspace is made for: larger ones are chunks of long prompts,
 # which fill tiles by themselves.
 _MOST_QUERIES = 1 << 14
+
+
+def serves_prefill(runner, settings: Settings) -> bool:
+    """Tell whether extend batches reach the backend and may run plans there."""
+    prefill_name, _ = sglang_config.attention_backends(runner.server_args)
+    return prefill_name == BACKEND_NAME and settings.prefill
 
 
 def build_extends(
@@ -46,8 +53,7 @@ def build_extends(
 ) -> "Extends | None":
     """Build what runs extend batches beside `decode`; None where all of them are stock: by the
     settings, with another prefill backend, or without row tiles."""
-    prefill_name, _ = sglang_config.attention_backends(runner.server_args)
-    if prefill_name != BACKEND_NAME or not settings.prefill:
+    if not serves_prefill(runner, settings):
         return None
     device = torch.device(runner.device)
     backend: Any  # of row tiles
@@ -76,7 +82,7 @@ def build_extends(
         problem=model_facts.unsupported_extend(runner),
     )
     logger.info("--attention-backend prefix: extend batches with shared prefixes run row tiles")
-    return Extends(runner, stock, preparer, executor, counters)
+    return Extends(runner, stock, preparer, planner, executor, counters)
 
 
 class Extends:
@@ -87,6 +93,7 @@ class Extends:
         runner,
         stock: AttentionBackend,
         preparer: ExtendPreparer,
+        planner: RowTilePlanner,
         executor: PlanExecutor,
         counters: StepCounters,
     ):
@@ -96,56 +103,81 @@ class Extends:
         self._preparer = preparer
         self._executor = executor
         self._counters = counters
-        self._observed: Step | None = None  # prefix steps alone
+        self.observed: Step | None = None  # prefix steps alone
         self._active: Step | None = None
-        self._num_queries = 0
+        self._capture = Step(Decision(PREFIX, "capture"), padding_plan(planner))
+        self._num_queries = 0  # of the observed or active batch
+        self._verifies = False  # it is one of a target model that verifies
+        self._prefill_graph: str | None = None
+        self.can_verify = True
 
     @property
     def is_active(self) -> bool:
         """Whether the batch that runs now runs a plan."""
         return self._active is not None
 
-    def observe(self, forward_batch, schedule_batch) -> None:
-        """Decide and plan the batch that SGLang is about to run, if it extends requests."""
-        self._observed = self._active = None
-        mode, lens = forward_batch.forward_mode, forward_batch.extend_seq_lens_cpu
-        if not (
-            mode.name in ("EXTEND", "MIXED") and lens and forward_batch.seq_lens_cpu is not None
-        ):
+    @property
+    def graph_is_prefix(self) -> bool:
+        """Whether the decode graph of this batch or capture verifies over a plan."""
+        return self._verifies and (self.observed or self._active) is not None
+
+    def observe(self, forward_batch, schedule_batch, graph_problem: str | None) -> None:
+        """Decide and plan the batch that SGLang is about to run, if it extends or verifies.
+
+        graph_problem  why a decode graph of its size has no prefix variant, or None
+        """
+        self.observed = self._active = None
+        self._verifies = forward_batch.forward_mode.is_target_verify()
+        asked = _asked(forward_batch)
+        if asked is None:
             return
-        query_lens = np.array(lens, np.int32)
-        seq_lens = forward_batch.seq_lens_cpu.numpy()
+        seq_lens, query_lens, against = asked
+        against = against or (graph_problem if self._verifies else self._prefill_graph)
         step = self._preparer.prepare(
             RunningBatch(
                 schedule_batch.reqs, schedule_batch.tree_cache, seq_lens, self._req_to_token
             ),
             query_lens,
+            against,
         )
         if step.is_prefix:
-            self._observed, self._num_queries = step, int(query_lens.sum())
+            self.observed, self._num_queries = step, int(query_lens.sum())
 
     def begin(self, forward_batch) -> bool:
         """Load the observed batch's plan; whether the batch does without stock metadata."""
-        self._active, self._observed = self._observed, None
+        self._active, self.observed = self.observed, None
         if self._active is None:
             return False
-        plan: Any = self._active.new_plan
         try:
-            self._executor.load(plan, self._req_to_token, forward_batch.req_pool_indices)
+            self._load(forward_batch)
         except Exception as error:
             self._fail(error, forward_batch)
             return True
         return not self._active.cross_check
 
-    def leave_to_graph(self) -> None:
-        """Leave the batch, and all later ones, to stock attention inside a captured graph."""
-        if self._observed is not None:
-            self.only_stock("prefill_graph")
-        self._active = self._observed = None
+    def begin_graph(self, forward_batch, in_capture: bool, capturing: bool) -> bool:
+        """Prepare the capture or replay of a graph; whether it verifies over a plan.
+
+        capturing  the prefix variant is being captured
+        """
+        if not forward_batch.forward_mode.is_target_verify():
+            if self.observed is not None:
+                self._prefill_graph = "prefill_graph"
+            self.observed = self._active = None
+            return False
+        self._active, self.observed = self.observed, None
+        if in_capture:
+            self._verifies, self._num_queries = True, 0
+            self._active = self._capture if capturing else None
+        if self._active is None:
+            return False
+        self._load(forward_batch)
+        return True
 
     def only_stock(self, reason: str) -> None:
         """Let no batch from now on run a plan."""
         self._preparer.only_stock(reason)
+        self.can_verify = False
 
     def forward(self, q, k, v, layer, forward_batch, save_kv_cache, **kwargs):
         """Attend in one layer: q [Q, Hq * D], k and v [Q, Hkv, D]; returns [Q, Hq * D]."""
@@ -182,10 +214,19 @@ class Extends:
             check_layer(layer.layer_id, out, expected, self._counters)
         return out
 
+    def _load(self, forward_batch) -> None:
+        plan: Any = self._active and self._active.new_plan
+        self._executor.load(plan, self._req_to_token, forward_batch.req_pool_indices)
+
     def _fail(self, error: Exception, forward_batch) -> None:
-        """Go on with stock attention after kernels that failed; raises the error where the CUDA
-        context is lost, or where other ranks would go on with plans."""
-        if sglang_config.parallel().tp_size > 1 or isinstance(error, torch.AcceleratorError):
+        """Go on with stock attention after kernels that failed; raises the error in a capture
+        (graph_variants.py sees to it), where the CUDA context is lost, and where other ranks would
+        go on with plans."""
+        if (
+            self._active is self._capture
+            or sglang_config.parallel().tp_size > 1
+            or isinstance(error, torch.AcceleratorError)
+        ):
             raise error
         logger.error("prefix kernels failed in an extend batch: %s", error, exc_info=error)
         self._leave("kernel_error", forward_batch)
@@ -194,9 +235,30 @@ class Extends:
         """Run stock from here on, in the middle of a batch."""
         logger.warning("--attention-backend prefix: prefill runs stock attention (%s)", reason)
         self.only_stock(reason)
-        self._stock.init_forward_metadata(forward_batch)
+        if self._active is not self._capture:
+            # In a capture the stock graph of the same size has just left its metadata in place.
+            self._stock.init_forward_metadata(forward_batch)
         self._active = None
 
     def _over_written_kv(self, q, k, v, layer, forward_batch):
         """Stock attention of a layer whose k and v are in the pool already."""
         return self._stock.forward_extend(q, k, v, layer, forward_batch, save_kv_cache=False)
+
+
+def _asked(forward_batch) -> tuple[np.ndarray, np.ndarray, str | None] | None:
+    """Return seq_lens int [B], new tokens included, query_lens int32 [B] and what stands against a
+    plan; None for a batch that neither extends nor verifies, or whose lengths the host lacks."""
+    mode, seq_lens = forward_batch.forward_mode, forward_batch.seq_lens_cpu
+    if seq_lens is None:
+        return None
+    if mode.is_target_verify():
+        draft = forward_batch.spec_info
+        query_lens = np.full(len(seq_lens), draft.draft_token_num, np.int32)
+        # other drafts are trees, whose tokens do not all see the ones before
+        is_chain = type(draft).__name__ == "EagleVerifyInput" and draft.tree_topk == 1
+        # without tokens for all, they are of a ragged batch
+        is_chain &= len(forward_batch.out_cache_loc) == query_lens.sum()
+        return seq_lens.numpy() + query_lens, query_lens, None if is_chain else "verify_tree"
+    if mode.name not in ("EXTEND", "MIXED") or not forward_batch.extend_seq_lens_cpu:
+        return None
+    return seq_lens.numpy(), np.array(forward_batch.extend_seq_lens_cpu, np.int32), None

@@ -1,5 +1,6 @@
 """What SGLang's ModelRunner says about a model's attention layers, and why they cannot be run."""
 
+from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from sgl_prefix_attn.engine import sglang_config
@@ -38,14 +39,17 @@ def unsupported_model(runner) -> str | None:
         f"kv_dtype:{str(kv_dtype).removeprefix('torch.')}": kv_dtype != runner.dtype,
         "kv_scales": any(_is_scaled(x) for x in layers),
         f"kv_pool:{pool}": pool != "MHATokenToKVPool",
+        speculative(runner.server_args): True,  # the last: without another, chains are verified
     }
     return next((reason for reason, holds in reasons.items() if holds and reason), None)
 
 
 def unsupported_extend(runner) -> str | None:
     """Say why no extend batch of a model that decodes over plans can run one, or None."""
-    causal = all(x.attn_type == AttentionType.DECODER for x in attention_layers(runner))
-    return None if causal else "layers:bidirectional"
+    if any(x.attn_type != AttentionType.DECODER for x in attention_layers(runner)):
+        return "layers:bidirectional"
+    # It loads a plan while the batch before may still run its own.
+    return "plan_stream" if envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get() else None
 
 
 def _pool_name(pool) -> str:
@@ -58,6 +62,12 @@ def _is_scaled(layer: RadixAttention) -> bool:
     """FP8 weights bring scales of 1 for a KV cache that is not FP8."""
     scales = ((layer.k_scale, layer.k_scale_float), (layer.v_scale, layer.v_scale_float))
     return any(scale is not None and value != 1.0 for scale, value in scales)
+
+
+def speculative(server_args) -> str | None:
+    """Name the speculative decoding of a server, whose target model verifies and never decodes."""
+    algorithm = sglang_config.options(server_args).speculative_algorithm
+    return None if algorithm is None else f"speculative:{algorithm}"
 
 
 def unsupported_server(server_args) -> str | None:
@@ -74,8 +84,6 @@ def unsupported_server(server_args) -> str | None:
         # Both decode with other backend instances than the one that the hook finds.
         "parallel:two_batch_overlap": given.enable_two_batch_overlap,
         "parallel:pdmux": given.enable_pdmux,
-        # The target model verifies and never decodes.
-        f"speculative:{given.speculative_algorithm}": given.speculative_algorithm is not None,
         # Never tried: the launches of a plan would be traced.
         "torch_compile": given.enable_torch_compile,
     }

@@ -77,7 +77,7 @@ class StepCounters:
             self.decode_log.step(decision, self)
 
     def extend(self, decision: Decision) -> None:
-        """Count an extend batch, where they may run a plan."""
+        """Count an extend or verify batch, where they may run a plan."""
         self.extends[decision] += 1
         self._export("extends_total", 1, decision.variant, decision.reason)
 

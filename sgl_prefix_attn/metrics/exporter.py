@@ -15,7 +15,7 @@ _COUNTERS = (
     ("steps_total", "Decode steps by kernel variant and the reason for it.", "variant", "reason"),
     (
         "extends_total",
-        "Extend batches by kernel variant and the reason for it, where prefix serves prefill.",
+        "Extend and verify batches by kernel variant and reason, where prefix serves prefill.",
         "variant",
         "reason",
     ),

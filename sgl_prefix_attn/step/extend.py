@@ -1,4 +1,4 @@
-"""What one extend batch will do: several tokens of each request through a plan, or stock prefill.
+"""What one extend or verify batch will do: several tokens a request through a plan, or stock.
 
 A plan serves one batch, all layers of it; nothing is carried on to the next one. PackInfer's idea
 of computing requests together that share a cached prefix, with row tiles as its groups.
@@ -77,12 +77,18 @@ class ExtendPreparer:
         self._problem = problem
         self._prefix_batches = 0
 
-    def prepare(self, batch: RunningBatch, query_lens: np.ndarray) -> Step:
-        """Prepare the batch about to run; query_lens int32 [B]: new tokens of each request."""
+    def prepare(
+        self, batch: RunningBatch, query_lens: np.ndarray, against: str | None = None
+    ) -> Step:
+        """Prepare the batch about to run.
+
+        query_lens  int32 [B]: new tokens of each request
+        against     what else stands against a plan of this batch
+        """
         plan = None
         try:
             with self._counters.evaluation():
-                decision, plan = self._evaluate(batch, query_lens)
+                decision, plan = self._evaluate(batch, query_lens, against)
         except Exception as error:  # attention is local to a rank: the others need not know
             decision = Decision(STOCK, reason_of(error))
             self._counters.log_once(
@@ -105,10 +111,10 @@ class ExtendPreparer:
         self._problem = reason
 
     def _evaluate(
-        self, batch: RunningBatch, query_lens: np.ndarray
+        self, batch: RunningBatch, query_lens: np.ndarray, against: str | None
     ) -> tuple[Decision, RowTilePlan | None]:
         policy = self._settings.policy
-        against = self._problem or unsupported_tree(batch.tree_cache)
+        against = self._problem or unsupported_tree(batch.tree_cache) or against
         if against is not None or policy == STOCK:
             return decide_extend(policy, against, False, None), None
         forest = self._read(batch, query_lens)

@@ -51,6 +51,7 @@ class Stock(AttentionBackend):
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
         self.calls.append("extend")
+        self.trace.append("stock")
         self.saved.append(save_kv_cache)
         return q
 
@@ -123,7 +124,10 @@ class Server:
         monkeypatch.setattr(backend_module, "create_stock", lambda runner: self.stock)
         self._monkeypatch = monkeypatch
         self.backend = PrefixAttnBackend(runner, settings)
-        self._trace_prefix_kernels(self.backend._executor)
+        if self.backend.can_run_prefix:
+            self._trace_prefix_kernels(self.backend._executor)
+        if self.backend._extends is not None:
+            self._trace_prefix_kernels(self.backend._extends._executor)
         runner.attn_backend = self.backend
         self.runner = runner
 

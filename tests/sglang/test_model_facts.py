@@ -25,13 +25,21 @@ from tests.sglang.fake_server import HKV, HQ, PLAIN_SERVER, D, Server
         ({"pp_size": 2}, "parallel:pipeline"),
         ({"enable_two_batch_overlap": True}, "parallel:two_batch_overlap"),
         ({"enable_pdmux": True}, "parallel:pdmux"),
-        ({"speculative_algorithm": "EAGLE"}, "speculative:EAGLE"),
         ({"enable_torch_compile": True}, "torch_compile"),
     ],
 )
 def test_options_that_rule_prefix_kernels_out(option, reason, monkeypatch):
     vars(Server(monkeypatch).parallel).update(option)
     assert unsupported_server(SimpleNamespace(**PLAIN_SERVER | option)) == reason
+
+
+def test_speculation_is_a_reason_where_there_is_no_other(monkeypatch):
+    """Its target model may still verify over plans."""
+    runner = Server(monkeypatch).runner
+    runner.server_args.speculative_algorithm = "EAGLE"
+    assert unsupported_model(runner) == "speculative:EAGLE"
+    runner.kv_cache_dtype = torch.float16
+    assert unsupported_model(runner) == "kv_dtype:float16"
 
 
 def test_the_options_are_those_of_sglang():
