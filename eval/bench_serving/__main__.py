@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 
 from eval import provenance
-from eval.bench_serving import rates, resume
+from eval.bench_serving import rate_plot, rates, resume
 from eval.bench_serving.client import Client, ClientError, lacks_datasets
 from eval.bench_serving.runs import Run, measure
 from eval.cli_values import amount, device, several
@@ -52,7 +52,10 @@ def main(argv: list[str]) -> int:
     if lacks_datasets():
         _tell("the package `datasets` is missing: SGLang's client gets a stand-in, MMMU is unused")
     with tempfile.TemporaryDirectory(prefix="bench-serving-") as folder:
-        return _run_all(args, runs, rows, meta, Path(folder))
+        status = _run_all(args, runs, rows, meta, Path(folder))
+    if args.plot and rows:
+        rate_plot.write(rows, args.plot)
+    return status
 
 
 def _run_all(args, runs: list[Run], rows: list[dict], meta: dict, folder: Path) -> int:
@@ -164,6 +167,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[Load]]:
     parser.add_argument("--start-timeout", type=amount, default=900, help="seconds for a server")
     parser.add_argument("--device", type=device, default="cuda")
     parser.add_argument("--json", metavar="OUT")
+    parser.add_argument("--plot", metavar="OUT.png", help="latency over the rate, per load")
     parser.add_argument("--resume", action="store_true", help="keep whole loads that OUT has")
     args = parser.parse_args(argv)
     if args.resume and not args.json:

@@ -62,7 +62,7 @@ class Client:
         with log_path.open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", *self._words(home, server.url, load, rate, report)],
-                env=_environment(home),
+                env=client_environment(home),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -108,13 +108,14 @@ def lacks_datasets() -> bool:
     return importlib.util.find_spec("datasets") is None
 
 
-def _environment(home: Path) -> dict[str, str]:
+def client_environment(home: Path) -> dict[str, str]:
     """Return this process's environment for a client: with eval, and a stand-in for `datasets`
-    where it is missing, on its path.
+    where it is missing, on its path, in a folder that is made in `home`.
 
     HOME is a new one: the client keeps generated prompts below it under a name that does not tell
     one tokenizer's from another's.
     """
+    home.mkdir(parents=True, exist_ok=True)
     path = make_site(home / "site", None)
     if lacks_datasets():
         (path / "datasets.py").write_text(_DATASETS)

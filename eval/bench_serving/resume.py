@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable
 
 from eval.bench_serving.rates import ALL_AT_ONCE
+from eval.bench_serving.serving_row import median
 
 # What must be the same for rows of two calls to stand in one file.
 SAME = ("machine", "gpu", "driver", "versions", "commit", "dirty", "settings")
@@ -41,8 +41,8 @@ def kept(result: dict, meta: dict, wanted: Iterable[Key]) -> list[dict]:
 def saturation(rows: list[dict], load: str, backend: str) -> float | None:
     """Return the requests/s that a backend served when all came at once, None before it did."""
     served = [
-        row["requests_per_s"]
+        row
         for row in rows
         if (row["load"], row["backend"], row["rate"]) == (load, backend, ALL_AT_ONCE)
     ]
-    return statistics.median(served) if served else None
+    return median(served, lambda row: row["requests_per_s"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections import Counter, defaultdict
+from collections.abc import Callable
 
 from eval.server_process import Counters
 
@@ -70,6 +72,12 @@ def text(row: dict) -> str:
     if row["completed"] < row["sent"]:
         parts.append(f"{row['completed']} of {row['sent']} completed ({row['error']})")
     return ", ".join(parts)
+
+
+def median(rows: list[dict], of: Callable[[dict], float | None]) -> float | None:
+    """Return the median of a figure of rows, None without one."""
+    known = [value for value in map(of, rows) if value is not None]
+    return statistics.median(known) if known else None
 
 
 def _by_labels(grown: Counters, name: str, *labels: str) -> dict[str, float]:

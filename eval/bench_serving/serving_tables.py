@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 from collections.abc import Callable
 
 from eval.bench_serving.rates import ALL_AT_ONCE
+from eval.bench_serving.serving_row import median
 from eval.markdown import table
 
 # Column, the figure of a row, its format. Each cell also has its ratio to the baseline's.
@@ -47,7 +47,7 @@ def markdown(rows: list[dict], settings: dict, baseline: str | None = None) -> s
 
 
 def _cells(own: list[dict], base: list[dict]) -> list[str]:
-    return [_cell(_median(own, of), _median(base, of), form) for _, of, form in _FIGURES]
+    return [_cell(median(own, of), median(base, of), form) for _, of, form in _FIGURES]
 
 
 def _cell(value: float | None, base: float | None, form: str) -> str:
@@ -62,18 +62,13 @@ def _ends(own: list[dict]) -> tuple[str, ...]:
     read, of = (
         sum(row["kv_bytes"].get(kind, 0) for row in own) for kind in ("read", "query_centric")
     )
-    prefix = _median(own, lambda row: row["prefix_share"])
+    prefix = median(own, lambda row: row["prefix_share"])
     return (
-        f"{_median(own, lambda row: row['cached_share']):.0%}",
+        f"{median(own, lambda row: row['cached_share']):.0%}",
         "-" if prefix is None else f"{prefix:.0%}",
         f"{read / of:.0%}" if of else "-",
         "all" if sent == completed else f"{completed} of {sent}",
     )
-
-
-def _median(rows: list[dict], of: Callable[[dict], float | None]) -> float | None:
-    known = [value for value in map(of, rows) if value is not None]
-    return statistics.median(known) if known else None
 
 
 def _rate(label: str) -> str:

@@ -1,4 +1,4 @@
-"""Groups of prompts with one shared part each, drawn by datasets of SGLang's own client."""
+"""Groups of prompts with one shared part each, which SGLang's own client draws."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from eval.workloads.load import Load, Request, Scale
-
-SHARED_PREFIX = "generated-shared-prefix"
 
 
 @dataclass(frozen=True)
@@ -79,23 +77,14 @@ def _assignment(shape: Groups, seed: int) -> np.ndarray:
 
 
 def _flags(shape: Groups) -> tuple[str, ...]:
-    if not shape.shared:
-        flags = {
-            "--dataset-name": "random-ids",
-            "--num-prompts": shape.groups * shape.prompts,
-            "--random-input-len": shape.private,
-            "--random-output-len": shape.output,
-            "--random-range-ratio": 1.0,
-        }
-    else:
-        flags = {
-            "--dataset-name": SHARED_PREFIX,
-            "--gsp-num-groups": shape.groups,
-            "--gsp-prompts-per-group": shape.prompts,
-            "--gsp-system-prompt-len": shape.shared,
-            "--gsp-question-len": shape.private,
-            "--gsp-output-len": shape.output,
-        }
+    flags = {
+        "--dataset-name": "generated-shared-prefix",
+        "--gsp-num-groups": shape.groups,
+        "--gsp-prompts-per-group": shape.prompts,
+        "--gsp-system-prompt-len": shape.shared,
+        "--gsp-question-len": shape.private,
+        "--gsp-output-len": shape.output,
+    }
     if shape.zipf is not None:
         flags |= {"--gsp-group-distribution": "zipf", "--gsp-zipf-alpha": shape.zipf}
     words = [word for flag, value in flags.items() for word in (flag, str(value))]

@@ -14,7 +14,7 @@ import pytest
 
 from eval import provenance, report
 from eval.bench_serving import __main__ as bench
-from eval.bench_serving import rates, resume, serving_row
+from eval.bench_serving import rate_plot, rates, resume, serving_row
 from tests.support.stand_in_server import assert_ended, write_stand_in
 
 LOADS = "2x3:5+2:4,1x4:6+1:3"
@@ -143,7 +143,9 @@ def test_resume_keeps_whole_loads_only(run, package):
 
 def test_resume_adds_a_load_to_those_that_are_there(run, package):
     run()
-    status, rows = run("--resume", "--loads", "1x1:1+1:1")
+    picture = run.out.with_suffix(".png")
+    status, rows = run("--resume", "--loads", "1x1:1+1:1", "--plot", str(picture))
+    assert picture.stat().st_size > 1000
     assert status == 0 and len(rows) == 6 and len(calls(package)) == 6
     assert len(provenance.load(run.out)["meta"]["loads"]) == 3
 
@@ -268,6 +270,38 @@ def test_the_report_has_ratios_to_the_first_or_a_chosen_backend(table):
     assert "| gsp | 70% | prefix | 20000 | 20.00 | 5 | 5.00 | 10.00 |" in text
     assert "`serving.json`: " in text and "python -m eval.bench_serving --x" in text
     assert "the ratio to prefix" in table(rows, "--baseline", "prefix")
+
+
+def test_a_plot_has_a_panel_for_each_load_and_figure(tmp_path, monkeypatch):
+    """Drawn from a file, and from rows: what is on the axes."""
+    from matplotlib.figure import Figure
+
+    drawn = []
+    save = Figure.savefig
+
+    def keep(figure, *args, **kwargs):
+        drawn.append(figure)
+        save(figure, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    rows = [
+        row_of(backend, tpot, rate=rate, asked_requests_per_s=None if rate == "inf" else 1.0)
+        for backend in ("default", "prefix")
+        for rate, tpot in (("inf", 20.0), ("70%", 10.0))
+    ]
+    rows += [row | {"load": "other"} for row in rows]
+    provenance.save(tmp_path / "r.json", provenance.collect("x", []), rows)
+    picture = tmp_path / "r.png"
+    assert rate_plot.main([str(tmp_path / "r.json"), str(picture)]) == 0
+    assert picture.stat().st_size > 1000
+    panels = drawn[0].axes
+    assert len(panels) == 8 and {panel.get_title() for panel in panels} == {"gsp", "other", ""}
+    tpot = next(panel for panel in panels if panel.get_ylabel() == "TPOT p99, ms")
+    line, ring, *_ = tpot.get_lines()
+    assert (list(line.get_xdata()), list(line.get_ydata())) == ([5.0, 10.0], [40.0, 20.0])
+    assert (list(ring.get_xdata()), list(ring.get_ydata())) == ([5.0], [40.0])
+    with pytest.raises(SystemExit):
+        rate_plot.main([str(tmp_path / "none.json"), str(picture)])
 
 
 def test_a_baseline_that_did_not_run_is_named(table, capsys):

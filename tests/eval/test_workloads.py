@@ -165,7 +165,6 @@ def test_zipf_has_popular_groups():
 def test_flags_of_the_client_s_own_datasets():
     flags = dict.fromkeys(grouped.load("grpo8", grouped.NAMED["grpo8"], 1).dataset)
     assert "--gsp-ordered" in flags and "generated-shared-prefix" in flags
-    assert "random-ids" in build("unshared", SMALL).dataset
     assert build("tree", SMALL).dataset == ()
 
 
