@@ -8,6 +8,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 
 from eval.bench_serving import serving_row
 from eval.bench_serving.client import Client
@@ -17,7 +18,8 @@ from eval.engine_process import folder_name
 from eval.server_process import ServerProcess, growth
 from eval.workloads.load import Load, prompts
 
-_WARM_UP_REQUESTS, _WARM_UP_TOKENS = 32, 16
+# Of a warm-up: at most so many requests and, but for the first, prompt tokens; tokens generated.
+_REQUESTS, _PROMPT_TOKENS, _NEW_TOKENS = 32, 65536, 16
 
 
 @dataclass(frozen=True)
@@ -86,11 +88,12 @@ def _measure(run: Run, rate: float, server: ServerProcess, client: Client) -> di
 
 def _warm_up(load: Load, server: ServerProcess, client: Client) -> None:
     """Send the first requests of such a load, of other tokens and with short answers, at once."""
-    first = load.requests[:_WARM_UP_REQUESTS]
-    ids = prompts(first, client.seed + 1, client.vocab_size)
+    sums = accumulate(request.input for request in load.requests[:_REQUESTS])
+    number = max(1, sum(tokens <= _PROMPT_TOKENS for tokens in sums))
+    ids = prompts(load.requests[:number], client.seed + 1, client.vocab_size)
 
     def send(prompt: list[int]) -> None:
-        sampling = {"max_new_tokens": _WARM_UP_TOKENS, "ignore_eos": True, "temperature": 0}
+        sampling = {"max_new_tokens": _NEW_TOKENS, "ignore_eos": True, "temperature": 0}
         body = json.dumps({"input_ids": prompt, "sampling_params": sampling}).encode()
         request = urllib.request.Request(
             f"{server.url}/generate", body, {"Content-Type": "application/json"}
@@ -99,7 +102,7 @@ def _warm_up(load: Load, server: ServerProcess, client: Client) -> None:
             answer.read()
 
     try:
-        with ThreadPoolExecutor(_WARM_UP_REQUESTS) as senders:
+        with ThreadPoolExecutor(_REQUESTS) as senders:
             list(senders.map(send, ids))
     except OSError as error:
         server.check_alive(f"while {load.name} was warmed up")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from dataclasses import dataclass, replace
 
@@ -55,11 +56,13 @@ def parse(text: str) -> Groups | None:
 
 def load(name: str, shape: Groups, seed: int) -> Load:
     """Make a load of groups; its prompts are those of the client in number, length and sharing."""
-    requests = tuple(
+    requests = [
         Request(_parts(group, shape.groups + i, shape), shape.output)
         for i, group in enumerate(_assignment(shape, seed).tolist())
-    )
-    return Load(name, requests, "fixed lengths", _flags(shape))
+    ]
+    if not shape.ordered:
+        random.Random(seed).shuffle(requests)
+    return Load(name, tuple(requests), "fixed lengths", _flags(shape))
 
 
 def _parts(group: int, own: int, shape: Groups) -> tuple[tuple[int, int], ...]:

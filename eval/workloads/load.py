@@ -120,3 +120,19 @@ def write(load: Load, path: Path, *, seed: int, vocab_size: int, rate: float) ->
                 row["timestamp"] = 1e3 * request.at / rate
             lines.write(orjson.dumps(row) + b"\n")
     return path
+
+
+def write_trace(load: Load, path: Path, *, seed: int, vocab_size: int, rate: float | None) -> None:
+    """Write the requests as a trace of token ids: prompt, output_length and arrival in s.
+
+    rate  1/s, None: all at once. Arrivals of a load that has none are exponential, seeded.
+    """
+    gaps = np.random.default_rng(seed).exponential(size=len(load.requests))
+    drawn = np.cumsum(gaps) - gaps[0]
+    with path.open("wb") as lines:
+        ids = prompts(load.requests, seed, vocab_size)
+        for request, prompt, at in zip(load.requests, ids, drawn.tolist(), strict=True):
+            row: dict = {"prompt": prompt, "output_length": request.output}
+            if rate is not None:
+                row["arrival"] = (request.at if load.has_arrivals else at) / rate
+            lines.write(orjson.dumps(row) + b"\n")

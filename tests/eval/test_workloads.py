@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eval.workloads import grouped, traced
+from eval.workloads import __main__ as command
+from eval.workloads import expected, grouped, traced
 from eval.workloads.catalogue import NAMES, Choice, build
-from eval.workloads.load import Load, Request, Scale, distinct_tokens, prompts, write
+from eval.workloads.load import Load, Request, Scale, distinct_tokens, prompts, write, write_trace
 
 SMALL = Choice(seed=3, longest=8192, scale=Scale(0.02, 0.1))
 VOCABULARY = 1000
@@ -152,6 +153,59 @@ def test_a_file_says_what_is_sent_and_when(tmp_path):
     answers = [len(row["conversations"][1]["content"].split()) for row in rows]
     assert answers == [row["output_len"] for row in rows] == [3, 4]
     assert not any("timestamp" in row for row in lines(rate=np.inf))
+
+
+def test_a_trace_has_token_ids_and_arrivals(tmp_path):
+    load = grouped.load("some", grouped.Groups(2, 2, 5, 3, 4), seed=1)
+    path = tmp_path / "trace.jsonl"
+    for rate in (None, 2.0, 4.0):
+        write_trace(load, path, seed=1, vocab_size=VOCABULARY, rate=rate)
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [row["prompt"] for row in rows] == ids(load)
+        assert {row["output_length"] for row in rows} == {4}
+        arrivals = [row.get("arrival") for row in rows]
+        if rate is None:
+            assert arrivals == [None] * 4
+        elif rate == 2.0:
+            assert arrivals == sorted(arrivals) and arrivals[0] == 0 < arrivals[1]
+            slow = arrivals
+        else:
+            assert arrivals == pytest.approx([at / 2 for at in slow])
+    own = build("conversation", SMALL)
+    write_trace(own, path, seed=1, vocab_size=VOCABULARY, rate=4.0)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["arrival"] for row in rows] == [request.at / 4 for request in own.requests]
+
+
+GPU = expected.Gpu(bandwidth=1e12, flops=1e15)
+
+
+def test_what_is_expected_follows_from_bytes_and_operations():
+    load = grouped.load("some", grouped.Groups(1, 4, 9000, 1000, 2000), seed=1)
+    found = expected.expect(load, GPU, max_running=4)
+    stock, prefix = 4 * 11_000, 9000 + 4 * 2000  # KV tokens, with half of the answers
+    assert found.kv == pytest.approx(prefix / stock)
+    times = [1e-3 + 4 * 11.5e-6 + (15e9 + 131072 * kv) / 1e12 for kv in (stock, prefix)]
+    assert found.tpot == pytest.approx(times[1] / times[0])
+    prefill = 15e9 * 13_000 / 0.6e15
+    total = [prefill + 2000 * seconds for seconds in times]
+    assert found.output_tokens_per_s == pytest.approx(total[0] / total[1])
+    # Two at a time share less in a step; one at a time, nothing.
+    assert expected.expect(load, GPU, 2).kv == pytest.approx((9000 + 2 * 2000) / (2 * 11_000))
+    assert expected.expect(load, GPU, 1) == expected.Expected(1, 1, 1)
+
+
+def test_nothing_is_expected_of_what_shares_nothing():
+    assert expected.expect(build("unshared", SMALL), GPU, 256) == expected.Expected(1, 1, 1)
+
+
+def test_the_command_tells_and_writes(tmp_path, capsys):
+    assert command.main(["2x3:50+7:9", "4x1:0+20:3", "--traces", str(tmp_path / "t")]) == 0
+    text = capsys.readouterr().out
+    assert "| 2x3:50+7:9 | 6 | 58% |" in text and "| 4x1:0+20:3 | 4 | 0% | 1.00 | 1.00 |" in text
+    assert len((tmp_path / "t" / "2x3:50+7:9.jsonl").read_text().splitlines()) == 6
+    with pytest.raises(SystemExit):
+        command.main(["gps"])
 
 
 def test_zipf_has_popular_groups():
