@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from eval.bench_serving.rates import ALL_AT_ONCE
-from eval.bench_serving.serving_row import median
 
 # What must be the same for rows of two calls to stand in one file.
 SAME = ("machine", "gpu", "driver", "versions", "commit", "dirty", "settings")
@@ -39,10 +38,7 @@ def kept(result: dict, meta: dict, wanted: Iterable[Key]) -> list[dict]:
 
 
 def saturation(rows: list[dict], load: str, backend: str) -> float | None:
-    """Return the requests/s that a backend served when all came at once, None before it did."""
-    served = [
-        row
-        for row in rows
-        if (row["load"], row["backend"], row["rate"]) == (load, backend, ALL_AT_ONCE)
-    ]
-    return median(served, lambda row: row["requests_per_s"])
+    """Return the requests/s that a backend served when all came at once, the first time; None
+    before it did. The first time alone, so that a share of it is one rate for all alternations."""
+    at_once = (load, ALL_AT_ONCE, backend, 0)
+    return next((row["requests_per_s"] for row in rows if key(row) == at_once), None)

@@ -53,13 +53,13 @@ def measure(
 
     A share of an unknown saturation is left out and told. Raises ServerError, ClientError.
     """
-    for run in runs:
+    for number, run in enumerate(runs, 1):
         try:
             rate = run.rate.resolve(saturation(run.load))
         except ValueError as error:
             told(f"{run} left out: {error}")
             continue
-        told(f"{run} ...")
+        told(f"{run} ({number} of {len(runs)}) ...")
         found = _measure(run, rate, server, client)
         told("  " + serving_row.text(found))
         yield {

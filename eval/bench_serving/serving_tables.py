@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
-from eval.bench_serving.rates import ALL_AT_ONCE
 from eval.bench_serving.serving_row import median
 from eval.markdown import table
 
@@ -33,8 +32,8 @@ def markdown(rows: list[dict], settings: dict, baseline: str | None = None) -> s
         groups[row["load"], row["rate"]][row["backend"]].append(row)
     columns = ("load", "rate", "backend", *(name for name, _, _ in _FIGURES))
     lines = [
-        (load, _rate(rate), backend, *_cells(own, backends.get(baseline, [])), *_ends(own))
-        for (load, rate), backends in groups.items()
+        (load, _rate(own[0]), backend, *_cells(own, backends.get(baseline, [])), *_ends(own))
+        for (load, _), backends in groups.items()
         for backend, own in backends.items()
     ]
     most = max(len(own) for backends in groups.values() for own in backends.values())
@@ -71,5 +70,9 @@ def _ends(own: list[dict]) -> tuple[str, ...]:
     )
 
 
-def _rate(label: str) -> str:
-    return "all at once" if label == ALL_AT_ONCE else f"{label}" + "/s" * (label[-1] != "%")
+def _rate(row: dict) -> str:
+    """Write at how many requests/s the load was sent, and what share of the saturation that is."""
+    asked = row["asked_requests_per_s"]
+    if asked is None:
+        return "all at once"
+    return f"{asked:.3g}/s" + (f" ({row['rate']})" if row["rate"].endswith("%") else "")

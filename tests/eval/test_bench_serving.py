@@ -6,7 +6,11 @@ tests/sglang/test_serving.py.
 
 import json
 import os
+import signal
 import socket
+import subprocess
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -66,7 +70,7 @@ def test_each_backend_serves_every_load_at_every_rate(run, package, capsys):
     assert sent == {"inf": 8, "7": 8, "1.5": 4, "1": 4}
     assert_ended(package)
     printed = capsys.readouterr().out
-    assert "prefix is up after" in printed and "prefix, 2x3:5+2:4 at 50% ..." in printed
+    assert "prefix is up after" in printed and "prefix, 2x3:5+2:4 at 50% (3 of 6) ..." in printed
 
 
 def test_a_row_has_what_client_server_and_log_say(run):
@@ -80,6 +84,35 @@ def test_a_row_has_what_client_server_and_log_say(run):
     # Six warm-up requests were before; one the client's. The log is read from the run's begin on.
     assert row["steps"] == {"prefix:r": 1.0} and row["prefix_share"] == 1.0
     assert row["peak_running"] == 7
+
+
+def test_a_load_is_warmed_up_and_then_starts_with_an_empty_cache(run, package):
+    run(backends="prefix")
+    asked = [path for path in (package / "asked").read_text().split() if path != "/health"]
+    turn = ["/flush_cache", "/metrics", "/generate", "/metrics"]  # the third by the client
+    assert asked == ["/generate"] * 6 + turn + ["/generate"] * 4 + turn
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_all_processes_end_with_a_call_that_is_ended(package, tmp_path, number):
+    (package / "behaviour").write_text("hangs")
+    command = [sys.executable, "-m", "eval.bench_serving", "--device", "cpu"]
+    command += ["--model-shape", "tiny", "--backends", "prefix", "--loads", LOADS]
+    with subprocess.Popen(
+        command,
+        cwd=provenance.ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        # As in a terminal, where whoever runs the tests may have it ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
+        while not (package / "calls").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(timeout=60) != 0
+    assert_ended(package)
+    assert_ended(package, "client")
 
 
 def test_the_client_is_asked_for_exact_requests(run, package):
@@ -107,6 +140,7 @@ def test_a_server_that_dies_under_load_ends_the_client(run, package, capsys):
     error = capsys.readouterr().err
     assert "ended with status 9 while 2x3:5+2:4 was sent" in error and "says hello" in error
     assert_ended(package)
+    assert_ended(package, "client")
 
 
 def test_a_server_that_does_not_start_is_told_with_its_log(run, package, capsys):
@@ -182,6 +216,17 @@ def test_bad_arguments_are_named(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+def test_a_share_is_of_the_first_run_of_the_first_backend():
+    rows = [
+        row_of("prefix", 5.0),
+        row_of("default", 10.0, rate="8"),
+        row_of("default", 20.0),
+        row_of("default", 40.0, alternation=1),
+    ]
+    assert resume.saturation(rows, "gsp", "default") == 5.0
+    assert resume.saturation(rows, "gsp64", "default") is None
+
+
 def test_rates_of_what_did_not_run_are_left_out():
     assert rates.parse("12.5").resolve(None) == 12.5
     with pytest.raises(ValueError, match="70% of what is not known"):
@@ -230,6 +275,7 @@ def row_of(backend, tpot, alternation=0, rate="inf", **changes):
     rates = {"requests_per_s": 100 / tpot, "output_tokens_per_s": 1e5 / tpot}
     return rates | {
         "backend": backend, "load": "gsp", "rate": rate, "alternation": alternation,
+        "asked_requests_per_s": None if rate == "inf" else 17.525,
         "sent": 10, "completed": 10, "cached_share": 0.5, "prefix_share": None, "kv_bytes": {},
         **dict.fromkeys(serving_row.LATENCIES, figures), **changes,
     }  # fmt: skip
@@ -267,7 +313,7 @@ def test_the_report_has_ratios_to_the_first_or_a_chosen_backend(table):
     assert (
         f"| gsp | all at once | prefix | 10000 (2.400) | 10.00 (2.400) | {times} | {ends}" in text
     )
-    assert "| gsp | 70% | prefix | 20000 | 20.00 | 5 | 5.00 | 10.00 |" in text
+    assert "| gsp | 17.5/s (70%) | prefix | 20000 | 20.00 | 5 | 5.00 | 10.00 |" in text
     assert "`serving.json`: " in text and "python -m eval.bench_serving --x" in text
     assert "the ratio to prefix" in table(rows, "--baseline", "prefix")
 
@@ -285,7 +331,7 @@ def test_a_plot_has_a_panel_for_each_load_and_figure(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Figure, "savefig", keep)
     rows = [
-        row_of(backend, tpot, rate=rate, asked_requests_per_s=None if rate == "inf" else 1.0)
+        row_of(backend, tpot, rate=rate)
         for backend in ("default", "prefix")
         for rate, tpot in (("inf", 20.0), ("70%", 10.0))
     ]

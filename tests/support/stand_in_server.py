@@ -24,6 +24,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         waits = path != "/flush_cache" or self.path != path
         fine = "--never-healthy" not in sys.argv and waits
         Handler.answered += path == "/generate"
+        with (here / "asked").open("a") as asked:
+            asked.write(path + "\\n")
         steps = 'sglang:prefix_attn_steps_total{variant="prefix",reason="r"}'
         body = f"{steps} {Handler.answered}\\n"
         print(f"Decode batch, #running-req: {Handler.answered}", flush=True)
@@ -41,14 +43,17 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 _CLIENT = """
-import json, pathlib, sys, urllib.request
+import json, os, pathlib, sys, urllib.request
 arguments = dict(zip(sys.argv[1:], sys.argv[2:]))
 here = pathlib.Path(__file__).parent
 behaviour = (here / "behaviour").read_text()
+(here / "client").write_text(str(os.getpid()))
 with (here / "calls").open("a") as calls:
     calls.write(json.dumps(sys.argv[1:]) + "\\n")
 if behaviour == "fails":
     sys.exit("no such dataset")
+if behaviour == "hangs":
+    import time; time.sleep(600)
 url = arguments["--base-url"]
 if behaviour == "kills the server":
     try:
@@ -76,7 +81,8 @@ def write_stand_in(site: Path) -> Path:
     """Write a package `sglang` into a new folder for the search path, and return the package.
 
     The server takes --dies and --never-healthy; it writes `child`, the id of a process of its
-    group. The client does what the file `behaviour` says and writes its arguments into `calls`.
+    group, and the paths it was asked for into `asked`. The client does what the file `behaviour`
+    says and writes its arguments into `calls`, its id into `client`.
     """
     package = site / "sglang"
     package.mkdir(parents=True)
@@ -87,9 +93,9 @@ def write_stand_in(site: Path) -> Path:
     return package
 
 
-def assert_ended(package: Path) -> None:
-    """Wait for the server's child to end: a signal reaches a group's processes a little later."""
-    pid = int((package / "child").read_text())
+def assert_ended(package: Path, name: str = "child") -> None:
+    """Wait for the process of an id to end: a signal reaches a group's processes a little later."""
+    pid = int((package / name).read_text())
     for _ in range(500):
         if not _runs(pid):
             return
