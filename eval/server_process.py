@@ -78,7 +78,7 @@ class ServerProcess:
     ):
         self.log = log
         self.url = ""
-        self._arguments, self._env, self._port = list(arguments), env, port
+        self.arguments, self.env, self._port = list(arguments), env, port
         self._start_limit_s, self._progress = start_limit_s, progress
         self._process: subprocess.Popen | None = None
 
@@ -91,8 +91,8 @@ class ServerProcess:
         with self.log.open("wb") as log:
             # In a session of its own: one signal then reaches all of its processes.
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "sglang.launch_server", *self._arguments, *place],
-                env=self._env,
+                [sys.executable, "-m", "sglang.launch_server", *self.arguments, *place],
+                env=self.env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -31,11 +31,7 @@ _POLL_S = 0.2
 
 
 class ClientError(RuntimeError):
-    """The client failed: one sentence, and the end of its log."""
-
-    def __init__(self, sentence: str, log_tail: str):
-        super().__init__(sentence)
-        self.log_tail = log_tail
+    """The client failed; the message ends with its log."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,7 @@ class Client:
         report, log_path = home / "report.jsonl", home / "client.log"
         with log_path.open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", *self._words(home, server.url, load, rate, report)],
+                [sys.executable, "-m", *self.command(home, server.url, load, rate, report)],
                 env=client_environment(home),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -79,12 +75,13 @@ class Client:
         if process.returncode or not report.exists():
             server.check_alive(f"while {load.name} was sent")
             tail = log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-            sentence = f"SGLang's client ended with status {process.returncode} ({log_path})"
-            raise ClientError(sentence, "\n".join(tail))
+            raise ClientError(
+                f"SGLang's client ended with status {process.returncode}:\n" + "\n".join(tail)
+            )
         return json.loads(report.read_bytes())  # not orjson: a rate may be Infinity
 
-    def _words(self, home: Path, url: str, load: Load, rate: float, report: Path) -> list[str]:
-        """Return module and arguments of the client."""
+    def command(self, home: Path, url: str, load: Load, rate: float, report: Path) -> list[str]:
+        """Return module and arguments of the client; a file of requests is written into `home`."""
         module, dataset = "sglang.bench_serving", load.dataset
         if not dataset:
             path = loads.write(

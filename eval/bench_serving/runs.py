@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from eval.bench_serving import serving_row
-from eval.bench_serving.client import Client
+from eval.bench_serving.client import Client, ClientError
 from eval.bench_serving.rates import Rate
 from eval.bench_serving.resume import Key
 from eval.engine_process import folder_name
@@ -51,16 +51,17 @@ def measure(
     saturation  requests/s of the first backend on a load, all at once
     told        is told what is going on
 
-    A share of an unknown saturation is left out and told. Raises ServerError, ClientError.
+    A share of an unknown saturation, and what the client fails at, is left out and told. Raises
+    ServerError.
     """
     for number, run in enumerate(runs, 1):
+        told(f"{run} ({number} of {len(runs)}) ...")
         try:
             rate = run.rate.resolve(saturation(run.load))
-        except ValueError as error:
-            told(f"{run} left out: {error}")
+            found = _measure(run, rate, server, client)
+        except (ValueError, ClientError) as error:
+            told(f"  left out: {error}")
             continue
-        told(f"{run} ({number} of {len(runs)}) ...")
-        found = _measure(run, rate, server, client)
         told("  " + serving_row.text(found))
         yield {
             "backend": run.backend,

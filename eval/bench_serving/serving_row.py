@@ -29,13 +29,14 @@ def row(report: dict, wanted: list[int], grown: Counters, log: str) -> dict:
 
     Times in ms. `cached_share` is of prompt tokens; `steps` our decode steps by variant and reason,
     {} without the plugin; `kv_bytes` those of decode attention, over all layers; `attention` the
-    backends of SGLang's own flags, where it filled in what it picked.
+    backends of SGLang's own flags, where it filled in what it picked; `pool_tokens` the KV slots.
     """
     cache = report["cache_report"]
     steps = _by_labels(grown, _STEPS, "variant", "reason")
     errors = [error for error in report["errors"] if error]
     return {
         "attention": {flag: report["server_info"].get(flag) for flag in _BACKENDS},
+        "pool_tokens": report["server_info"].get("max_total_num_tokens"),
         "sent": len(wanted),
         # The client may have shuffled the requests: so many of each length.
         "completed": (Counter(report["output_lens"]) & Counter(wanted)).total(),

@@ -101,11 +101,11 @@ def test_a_backend_s_server_loads_what_it_needs(tmp_path, backend, on_cpu, plugi
     server = backend_server(
         backend, tmp_path / "model", tmp_path, arguments=["--extra"], on_cpu=on_cpu
     )
-    assert server._env["SGLANG_PLUGINS"] == plugins
-    assert server._env.get("SGL_PREFIX_ATTN_KERNELS") == kernels
-    assert ("SGL_PREFIX_ATTN_CPU_PLATFORM" in server._env) == on_cpu
-    assert server._arguments[-1] == "--extra" and ("--device" in server._arguments) == on_cpu
-    assert server.log.parent.parent == tmp_path and server._env["PATH"] == os.environ["PATH"]
+    assert server.env["SGLANG_PLUGINS"] == plugins
+    assert server.env.get("SGL_PREFIX_ATTN_KERNELS") == kernels
+    assert ("SGL_PREFIX_ATTN_CPU_PLATFORM" in server.env) == on_cpu
+    assert server.arguments[-1] == "--extra" and ("--device" in server.arguments) == on_cpu
+    assert server.log.parent.parent == tmp_path and server.env["PATH"] == os.environ["PATH"]
 
 
 def test_growth_of_counters():

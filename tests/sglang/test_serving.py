@@ -104,7 +104,8 @@ def test_two_loads_on_a_server_of_each_backend(tmp_path):
     out = tmp_path / "out.json"
     command = [sys.executable, "-m", "eval.bench_serving", "--device", "cpu", "--json", str(out)]
     command += ["--model-shape", "tiny", "--max-running", "8", "--backends", "torch_native,prefix"]
-    command += ["--loads", "2x6:400+100:80,conversation", "--rates", "40"]
+    # So close together, and answers so long, that requests of a group run at the same time.
+    command += ["--loads", "2x6:400+100:800,conversation", "--rates", "400"]
     command += ["--length-scale", "0.1", "--count-scale", "0.03"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -123,6 +124,6 @@ def test_two_loads_on_a_server_of_each_backend(tmp_path):
         attention = row["attention"]
         assert backend in (attention["attention_backend"], attention["decode_attention_backend"])
         assert bool(row["steps"]) == (backend == "prefix")
-    ours = rows["prefix", "2x6:400+100:80"]
+    ours = rows["prefix", "2x6:400+100:800"]
     assert ours["prefix_share"] > 0 and ours["cached_share"] > 0
     assert 0 < ours["kv_bytes"]["read"] < ours["kv_bytes"]["query_centric"]
