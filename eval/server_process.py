@@ -39,7 +39,7 @@ from eval.engine_process import (
 
 DEFAULT = "default"  # the attention backend that SGLang picks
 LOG_TAIL_LINES = 30
-_TELL_EVERY_S = 10.0
+_POLL_S, _TELL_EVERY_S = 0.5, 10.0
 _FLUSH_LIMIT_S = 60.0
 # One thread: more of them wait for each other longer than they compute.
 CPU_ENV = {"SGL_PREFIX_ATTN_CPU_PLATFORM": "1", "OMP_NUM_THREADS": "1"}
@@ -125,7 +125,7 @@ class ServerProcess:
             if now - told > _TELL_EVERY_S:
                 told = now
                 self._progress(f"  still starting after {now - start:.0f} s ({self.log})")
-            time.sleep(0.5)
+            time.sleep(_POLL_S)
 
     def check_alive(self, when: str = "while it was in use") -> None:
         """Raises ServerError if the server has ended."""

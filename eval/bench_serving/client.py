@@ -31,7 +31,7 @@ _POLL_S = 0.2
 
 
 class ClientError(RuntimeError):
-    """The client failed; the message ends with its log."""
+    """The client failed, or every request; the message ends with the log or the first error."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,10 @@ class Client:
             raise ClientError(
                 f"SGLang's client ended with status {process.returncode}:\n" + "\n".join(tail)
             )
-        return json.loads(report.read_bytes())  # not orjson: a rate may be Infinity
+        found = json.loads(report.read_bytes())  # not orjson: a rate may be Infinity
+        if all(found["errors"]):
+            raise ClientError(f"every request failed; the first: {found['errors'][0].strip()}")
+        return found
 
     def command(self, home: Path, url: str, load: Load, rate: float, report: Path) -> list[str]:
         """Return module and arguments of the client; a file of requests is written into `home`."""

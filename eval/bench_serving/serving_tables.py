@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from eval.bench_serving.serving_row import median
 from eval.markdown import table
 
-# Column, the figure of a row, its format. Each cell also has its ratio to the baseline's.
-_FIGURES: tuple[tuple[str, Callable[[dict], float | None], str], ...] = (
+Figure = Callable[[dict], float]
+# Column, the figure of a row, its format.
+_FIGURES: tuple[tuple[str, Figure, str], ...] = (
     ("output tokens/s", lambda row: row["output_tokens_per_s"], ".0f"),
     ("requests/s", lambda row: row["requests_per_s"], ".2f"),
     ("TTFT p50", lambda row: row["ttft_ms"]["p50"], ".0f"),
@@ -37,7 +38,7 @@ def markdown(rows: list[dict], settings: dict, baseline: str | None = None) -> s
         for backend, own in backends.items()
     ]
     most = max(len(own) for backends in groups.values() for own in backends.values())
-    repeats = f"medians over {most} servers, " if most > 1 else ""
+    repeats = f"medians over {most} servers each, with ranges; " if most > 1 else ""
     return (
         f"Model shape {settings['model_shape']}, at most {settings['max_running']} requests run at "
         f"once. Times in ms; {repeats}in brackets the ratio to {baseline}.\n\n"
@@ -46,13 +47,27 @@ def markdown(rows: list[dict], settings: dict, baseline: str | None = None) -> s
 
 
 def _cells(own: list[dict], base: list[dict]) -> list[str]:
-    return [_cell(median(own, of), median(base, of), form) for _, of, form in _FIGURES]
+    return [_cell(own, base, of, form) for _, of, form in _FIGURES]
 
 
-def _cell(value: float | None, base: float | None, form: str) -> str:
-    if value is None:
-        return "-"
-    return f"{value:{form}}" + (f" ({value / base:.3f})" if base else "")
+def _cell(own: list[dict], base: list[dict], of: Figure, form: str) -> str:
+    """Write a median; the baseline's with its range over alternations, others' with their ratio to
+    it and the range of the ratios within one alternation."""
+    value, stock = median(own, of), median(base, of)
+    if own is base:
+        return f"{value:{form}}{_range(map(of, own), form, ' ({})')}"
+    if not stock:
+        return f"{value:{form}}"
+    by_turn = {row["alternation"]: of(row) for row in base}
+    ratios = (of(row) / by_turn[row["alternation"]] for row in own if row["alternation"] in by_turn)
+    return f"{value:{form}} ({value / stock:.3f}{_range(ratios, '.3f', ', {}')})"
+
+
+def _range(values: Iterable[float], form: str, around: str) -> str:
+    values = list(values)
+    if len(values) < 2:
+        return ""
+    return around.format(f"{min(values):{form}} to {max(values):{form}}")
 
 
 def _ends(own: list[dict]) -> tuple[str, ...]:

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from eval import provenance, report
+from eval import provenance, report, server_process
 from eval.bench_serving import __main__ as bench
-from eval.bench_serving import rate_plot, rates, resume, serving_row
-from eval.bench_serving.client import Client
+from eval.bench_serving import client, rate_plot, rates, resume, serving_row
 from eval.workloads.catalogue import Choice, build
 from eval.workloads.load import Scale
 from tests.support.stand_in_server import assert_ended, write_stand_in
@@ -32,6 +31,8 @@ def package(tmp_path, monkeypatch):
     package = write_stand_in(tmp_path / "site")
     path = os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
+    for module in (server_process, client):
+        monkeypatch.setattr(module, "_POLL_S", 0.02)
     return package
 
 
@@ -134,6 +135,12 @@ def test_a_client_that_fails_is_told_with_its_log(run, package, capsys):
     assert told.out.count("left out: SGLang's client ended with status 1") == 4  # other loads go on
     assert "no such dataset" in told.out and "4 of 4 runs failed" in told.err
     assert_ended(package)
+
+
+def test_a_run_without_an_answer_has_no_row(run, package, capsys):
+    (package / "behaviour").write_text("refused")
+    assert run() == (1, None)
+    assert "left out: every request failed; the first: refused" in capsys.readouterr().out
 
 
 def test_a_server_that_dies_under_load_ends_the_client(run, package, capsys):
@@ -303,22 +310,23 @@ def test_the_report_has_ratios_to_the_first_or_a_chosen_backend(table):
         row_of("default", 20.0),
         row_of("prefix", 10.0, **ours),
         row_of("default", 30.0, alternation=1),
-        row_of("prefix", 10.0, alternation=1, completed=9, **ours),
+        row_of("prefix", 9.0, alternation=1, completed=9, **ours),
         row_of("prefix", 5.0, rate="70%"),
     ]
     text = table(rows)
-    assert "medians over 2 servers, in brackets the ratio to default" in text
-    throughput = "4167 (1.000) | 4.17 (1.000)"  # medians of 5000, 3333 and of 5, 3.33
-    times = "25 (1.000) | 25.00 (1.000) | 50.00 (1.000)"
+    assert "medians over 2 servers each, with ranges; in brackets the ratio to default" in text
+    times = "25 (20 to 30) | 25.00 (20.00 to 30.00) | 50.00 (40.00 to 60.00)"
+    throughput = "4167 (3333 to 5000) | 4.17 (3.33 to 5.00)"
     assert f"| gsp | all at once | default | {throughput} | {times} | 50% | - | - | all |" in text
-    times = "10 (0.400) | 10.00 (0.400) | 20.00 (0.400)"
+    ratio = "(0.380, 0.300 to 0.500)"  # 9.5 / 25; 9 / 30 and 10 / 20
     ends = "50% | 90% | 30% | 19 of 20 |"
-    assert (
-        f"| gsp | all at once | prefix | 10000 (2.400) | 10.00 (2.400) | {times} | {ends}" in text
-    )
+    assert f"| 10 {ratio} | 9.50 {ratio} | 19.00 {ratio} | {ends}" in text
     assert "| gsp | 17.5/s (70%) | prefix | 20000 | 20.00 | 5 | 5.00 | 10.00 |" in text
     assert "`serving.json`: " in text and "python -m eval.bench_serving --x" in text
-    assert "the ratio to prefix" in table(rows, "--baseline", "prefix")
+    one = table([rows[0], rows[1]])
+    assert "| default | 5000 | 5.00 | 20 | 20.00 | 40.00 |" in one
+    assert "| prefix | 10000 (2.000) | 10.00 (2.000) | 10 (0.500) |" in one
+    assert "| default | 5000 (0.500) |" in table([rows[0], rows[1]], "--baseline", "prefix")
 
 
 def test_a_plot_has_a_panel_for_each_load_and_figure(tmp_path, monkeypatch):
@@ -361,12 +369,12 @@ def test_a_baseline_that_did_not_run_is_named(table, capsys):
 
 def test_a_file_of_requests_takes_the_client_that_reads_it(package, tmp_path):
     """Which module is started for what; the real one runs in tests/sglang."""
-    client = Client(tmp_path / "model", 1000, tmp_path / "runs", 1)
+    sender = client.Client(tmp_path / "model", 1000, tmp_path / "runs", 1)
     load = build("tree", Choice(1, 8192, Scale(0.01, 0.1)))
     home = tmp_path / "home"
     home.mkdir()
-    words = client.command(home, "http://x", load, 2.0, tmp_path / "report")
+    words = sender.command(home, "http://x", load, 2.0, tmp_path / "report")
     assert words[0] == "eval.bench_serving.request_client"
     assert len(Path(value(words, "--dataset-path")).read_text().splitlines()) == 84
     groups = build("gsp", Choice(1, 8192))
-    assert client.command(home, "http://x", groups, 2.0, tmp_path)[0] == "sglang.bench_serving"
+    assert sender.command(home, "http://x", groups, 2.0, tmp_path)[0] == "sglang.bench_serving"

@@ -70,7 +70,7 @@ report = {
     "total_input_tokens": 100 * n, "total_output_tokens": tokens * n,
     "request_throughput": n / 2.0, "output_throughput": tokens * n / 2.0,
     "cache_report": {"total_cached_tokens": 25 * n, "total_prompt_tokens": 100 * n},
-    "output_lens": [tokens] * n, "errors": [""] * n, **times,
+    "output_lens": [tokens] * n, "errors": ["refused" * (behaviour == "refused")] * n, **times,
     "server_info": {"attention_backend": "fa3"},
 }
 pathlib.Path(arguments["--output-file"]).write_text(json.dumps(report) + "\\n")
