@@ -1,8 +1,8 @@
 """python -m eval.report RESULT.json... [--readme README.md] [--check]: tables from result files.
 
-Prints Markdown for kernel, engine, serving, trace and policy results. With --readme it replaces
-what stands between `<!-- bench:begin -->` and `<!-- bench:end -->`; with --check it changes nothing
-and exits with 1 when the README says anything else than the files.
+Prints Markdown for kernel, engine, serving, agent, trace and policy results. With --readme it
+replaces what stands between `<!-- bench:begin -->` and `<!-- bench:end -->`; with --check it
+changes nothing and exits with 1 when the README says anything else than the files.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from eval import provenance
+from eval.bench_agents import agent_tables
 from eval.bench_kernel import kernel_tables
 from eval.bench_serving import serving_tables
 from eval.bench_trace import trace_tables
@@ -23,8 +24,8 @@ BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 def markdown(results: list[tuple[str, dict]], baseline: str | None = None) -> str:
     """Turn (file name, result) pairs into Markdown, one section per file; `baseline`: of servers'
-    ratios. Raises ValueError for a result of anything else than kernels, engines, servers, traces
-    and the policy."""
+    ratios. Raises ValueError for a result of anything else than kernels, engines, servers,
+    agents, traces and the policy."""
     return "\n\n".join(_section(name, result, baseline) for name, result in results) + "\n"
 
 
@@ -40,6 +41,8 @@ def _section(name: str, result: dict, baseline: str | None) -> str:
     first = result["rows"][0]
     if "floor_us" in first:
         body = [kernel_tables.markdown(result["rows"])]
+    elif "program" in first:
+        body = [agent_tables.markdown(result["rows"])]
     elif "e2e_ms" in first:
         body = [serving_tables.markdown(result["rows"], result["meta"]["settings"], baseline)]
     elif "ttft_ms" in first:
@@ -50,8 +53,8 @@ def _section(name: str, result: dict, baseline: str | None) -> str:
         body = policy_text.markdown(result["summary"], result["meta"])
     else:
         raise ValueError(
-            f"{name}: its rows are no times of kernels, engines, servers, a trace's requests or "
-            "the policy's batches"
+            f"{name}: its rows are no times of kernels, engines, servers, agent programs, a "
+            "trace's requests or the policy's batches"
         )
     return "\n\n".join([*body, _source(name, result["meta"])])
 
