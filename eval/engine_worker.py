@@ -55,7 +55,7 @@ def _time_batch(engine, ids: list[list[int]], new_tokens: int) -> dict:
 
 
 def _generate(engine, requests: list[dict]) -> dict:
-    """Answer greedy requests with ids and new_tokens; nothing is returned.
+    """Answer greedy requests with ids, new_tokens and maybe an id; nothing is returned.
 
     The first one's prompt is in the radix tree before the others are sent.
     """
@@ -119,6 +119,7 @@ def _greedy(request: dict):
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     return GenerateReqInput(
+        rid=request.get("id"),
         input_ids=request["ids"],
         sampling_params={
             "max_new_tokens": request["new_tokens"],

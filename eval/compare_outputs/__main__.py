@@ -1,10 +1,17 @@
-"""python -m eval.compare_outputs layers: is the attention of a running engine right?
+"""python -m eval.compare_outputs WHAT: are the outputs of a running engine right?
 
-Each backend's engine answers the same requests with the same seeded weights. In a decode step with
-all requests running, attention of the first, middle and last layer is dumped (see dump.py) and
-judged by full attention in fp64 over the same q and KV: its error, overall and of the worst
-(request, head), must be that of low-precision torch on the same inputs (as eval.bench_kernel
+layers: each backend's engine answers the same requests with the same seeded weights. In a decode
+step with all requests running, attention of the first, middle and last layer is dumped (see
+dump.py) and judged by full attention in fp64 over the same q and KV: its error, overall and of the
+worst (request, head), must be that of low-precision torch on the same inputs (as eval.bench_kernel
 judges). CUDA graphs and overlap scheduling are on, as in a server, unless --disable-cuda-graph.
+
+logprobs: the log-probabilities of the first backend's greedy tokens, in the engines of the other
+backends along the same tokens (see teacher.py). Those of a prefix backend may be as far from it as
+twice what the stock ones are, on average and in the worst request.
+
+gsm8k: with --model-path of a real checkpoint, SGLang's own sglang.test.few_shot_gsm8k on a server
+of each backend; all accuracies must be the first one's within three standard errors.
 
 Exit status 1: an output is wrong, as one must be under every --fault. 2: the check could not be
 made: an engine ended, or the dumped step was not the one to be judged.
@@ -20,14 +27,13 @@ from pathlib import Path
 
 from eval import provenance
 from eval.cli_values import device, several
-from eval.compare_outputs import dump, faults, scenarios, seeded_engine
+from eval.compare_outputs import dump, faults, gsm8k, logprobs, scenarios, seeded_engine
 from eval.compare_outputs.dump import LayerDump
 from eval.compare_outputs.layer_judgement import judge, not_the_step, three_layers
 from eval.engine_process import (
     EngineError,
     EngineProcess,
     backend_arguments,
-    backend_env,
     end_on_sigterm,
     folder_name,
     uses_prefix,
@@ -35,9 +41,19 @@ from eval.engine_process import (
 from eval.model_shapes import SHAPES
 from sgl_prefix_attn.cli.argument_types import count
 
+_JUDGED = {"layers": "layer outputs", "logprobs": "comparisons", "gsm8k": "accuracies"}
+_BACKENDS = {
+    "layers": "prefix,flashinfer",
+    "logprobs": "flashinfer,fa3,prefix",
+    "gsm8k": "flashinfer,prefix",
+}
+
 
 def main(argv: list[str]) -> int:
     args = _parse(argv)
+    if args.what == "gsm8k" and args.model_path is None:
+        print("gsm8k was not run: it needs --model-path of a real checkpoint", file=sys.stderr)
+        return 2
     end_on_sigterm()
     meta = provenance.collect(
         "eval.compare_outputs",
@@ -46,22 +62,33 @@ def main(argv: list[str]) -> int:
         model_shape=args.model_shape,
         layers=args.layers,
     )
-    rows: list[dict] = []
-    with tempfile.TemporaryDirectory(prefix="compare-layers-") as folder:
+    with tempfile.TemporaryDirectory(prefix=f"compare-{args.what}-") as folder:
         try:
-            model = seeded_engine.write_model(Path(folder) / "model", args.model_shape, args.layers)
-            for page_size in args.page_size:
-                for backend in args.backends:
-                    home = Path(folder) / f"page-{page_size}" / folder_name(backend)
-                    rows += _judge_engine(backend, page_size, model, home, args)
+            rows = _rows(Path(folder), args)
         except EngineError as error:
             print(f"no judgement: {error}", file=sys.stderr)
             return 2
     if args.json:
         provenance.save(args.json, meta, rows, fault=args.fault)
     wrong = sum(row["problem"] is not None for row in rows)
-    print(f"{wrong} of {len(rows)} layer outputs are wrong" if wrong else "all outputs are right")
+    judged = f"{wrong} of {len(rows)} {_JUDGED[args.what]} are wrong"
+    print(judged if wrong else "all outputs are right")
     return 1 if wrong else 0
+
+
+def _rows(folder: Path, args) -> list[dict]:
+    if args.what == "gsm8k":
+        return gsm8k.judge_servers(folder, args)
+    model = seeded_engine.write_model(folder / "model", args.model_shape, args.layers)
+    rows: list[dict] = []
+    for page_size in args.page_size:
+        home = folder / f"page-{page_size}"
+        if args.what == "logprobs":
+            rows += logprobs.judge_engines(page_size, model, home, args)
+            continue
+        for backend in args.backends:
+            rows += _judge_engine(backend, page_size, model, home / folder_name(backend), args)
+    return rows
 
 
 def _judge_engine(backend: str, page_size: int, model: Path, home: Path, args) -> list[dict]:
@@ -69,9 +96,7 @@ def _judge_engine(backend: str, page_size: int, model: Path, home: Path, args) -
     layers = three_layers(args.layers)
     folder, fault_log = home / "dumps", home / "fault.log"
     env = dump.configure(folder, layers, seeded_engine.MAX_RUNNING_REQUESTS)
-    if uses_prefix(backend):
-        # Prefix kernels in every step that can run them: they are judged here, not the policy.
-        env |= {"SGL_PREFIX_ATTN_POLICY": "prefix"} | backend_env(backend)
+    env |= seeded_engine.forced_env(backend)
     fault = args.fault if uses_prefix(backend) else None
     if fault:
         env |= {faults.FAULT_ENV: fault, faults.LOG_ENV: str(fault_log)}
@@ -137,11 +162,11 @@ def _text(row: dict) -> str:
 
 def _parse(argv: list[str]):
     parser = argparse.ArgumentParser(prog="python -m eval.compare_outputs", description=__doc__)
-    parser.add_argument("what", choices=["layers"], help="the attention of three layers")
+    parser.add_argument("what", choices=list(_JUDGED))
     parser.add_argument(
         "--backends",
-        default="prefix,flashinfer",
-        help="each a name or PREFILL/DECODE; prefix:KERNELS forces its kernels",
+        help="each a name or PREFILL/DECODE; prefix:KERNELS forces its kernels; others are "
+        "compared with the first, but for layers",
     )
     parser.add_argument("--disable-cuda-graph", action="store_true")
     parser.add_argument("--model-shape", default="llama3.1-8b", choices=list(SHAPES))
@@ -151,14 +176,25 @@ def _parse(argv: list[str]):
     parser.add_argument("--new-tokens", type=count, default=64)
     parser.add_argument("--scale", type=count, default=1, help="divides all prompt lengths")
     parser.add_argument("--fault", choices=list(faults.FAULTS), help="planted in prefix engines")
+    parser.add_argument("--model-path", type=Path, help="gsm8k: a real checkpoint")
+    parser.add_argument("--data-path", type=Path, help="gsm8k: its test.jsonl, else downloaded")
+    parser.add_argument("--questions", type=count, default=200, help="gsm8k")
     parser.add_argument("--device", type=device, default="cuda")
     parser.add_argument("--json", metavar="OUT")
     args = parser.parse_args(argv)
-    args.scenarios, args.backends = args.scenarios.split(","), args.backends.split(",")
+    args.scenarios = args.scenarios.split(",")
+    args.backends = (args.backends or _BACKENDS[args.what]).split(",")
     args.graphs = args.device.type == "cuda" and not args.disable_cuda_graph
     unknown = [name for name in args.scenarios if name not in scenarios.SCENARIOS]
     if unknown:
         parser.error(f"scenario {unknown[0]!r}: known are {', '.join(scenarios.SCENARIOS)}")
+    if args.what != "layers" and (len(set(args.backends)) < max(2, len(args.backends))):
+        parser.error("argument --backends: expected two or more, each once")
+    if args.what == "logprobs" and uses_prefix(args.backends[0]):
+        parser.error(f"argument --backends: {args.backends[0]} is first, expected a stock one")
+    stock = [backend for backend in args.backends if not uses_prefix(backend)]
+    if args.what == "logprobs" and args.device.type == "cuda" and len(stock) < 2:
+        parser.error("argument --backends: expected two stock ones, the yardstick of bf16")
     if args.layers < 3:
         parser.error(f"--layers {args.layers}: three layers are judged")
     if args.fault and not any(uses_prefix(backend) for backend in args.backends):

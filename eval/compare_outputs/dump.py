@@ -135,7 +135,7 @@ class Recorder:
             return
         wanted = json.loads((self._folder / _ORDER).read_text())
         self._together = self._together + 1 if batch == wanted["requests"] else 0
-        step = _prefix_step(runner)
+        step = prefix_step(runner)
         planned = step is not None and step.new_plan is not None
         if self._together < STEP or planned:
             return
@@ -179,7 +179,7 @@ def compact(rows: torch.Tensor, seq_lens: torch.Tensor) -> tuple[torch.Tensor, t
     return slots, index
 
 
-def _prefix_step(runner):
+def prefix_step(runner):
     """Return the step that a `prefix` backend has just run, None with any other backend."""
     from sgl_prefix_attn.engine.runner_backend import find_backend
 

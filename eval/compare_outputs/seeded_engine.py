@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from eval.engine_process import backend_env, uses_prefix
 from eval.model_shapes import LLAMA, SHAPES
 from eval.tiny_model import write_tiny_llama
 
@@ -22,6 +23,14 @@ def write_model(folder: Path, shape: str, layers: int) -> Path:
     changes = {"num_hidden_layers": layers, "vocab_size": vocab(shape)}
     as_tiny = {name: LLAMA[name] for name in ("rope_theta", "torch_dtype")}
     return write_tiny_llama(folder, seed=SEED, **SHAPES[shape] | changes | as_tiny)
+
+
+def forced_env(backend: str) -> dict[str, str]:
+    """Return the environment in which prefix kernels run in every step that can run them: they are
+    judged, not the policy. Nothing for a stock backend."""
+    if not uses_prefix(backend):
+        return {}
+    return {"SGL_PREFIX_ATTN_POLICY": "prefix"} | backend_env(backend)
 
 
 def engine_arguments(model: Path, device: torch.device, page_size: int) -> dict:

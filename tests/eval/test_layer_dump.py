@@ -34,7 +34,7 @@ class Server:
             get_key_buffer=lambda layer: self.k, get_value_buffer=lambda layer: self.v
         )
         self.length, self.planned, self.replays = 10, False, False
-        monkeypatch.setattr(dump, "_prefix_step", lambda runner: self._step())
+        monkeypatch.setattr(dump, "prefix_step", lambda runner: self._step())
 
     def _step(self):
         decision = SimpleNamespace(variant="prefix", reason="default")

@@ -1,0 +1,99 @@
+"""Log-probabilities of a running engine along given tokens.
+
+An SGLang plugin of the evaluation, loaded into the engine's processes by eval.engine_process; it
+plants a fault as well when one is asked for (faults.py). Two correct backends soon choose
+different tokens where bf16 makes two nearly equal, and compute different things from then on. So
+one engine's tokens are the others' teacher: whatever those would choose, they go on with the
+teacher's, and every step of every request has the same context in all engines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from eval.compare_outputs import faults
+from eval.compare_outputs.dump import prefix_step
+
+RECORD_ENV, TEACHER_ENV = "EVAL_LOGPROBS", "EVAL_TEACHER"
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One token of one request.
+
+    request   its id
+    context   tokens before this one
+    decode    whether a decode step made it, not prefill
+    token     what the request went on with; greedy: what the engine would have chosen
+    logprob   log-probability of `token`
+    variant   of a `prefix` backend's step, None with any other backend
+    """
+
+    request: str
+    context: int
+    decode: bool
+    token: int
+    greedy: int
+    logprob: float
+    variant: str | None
+
+
+def configure(record: Path, teacher: Path | None = None) -> dict[str, str]:
+    """Return the environment that the plugin needs; without a teacher, tokens are greedy."""
+    return {RECORD_ENV: str(record)} | ({TEACHER_ENV: str(teacher)} if teacher else {})
+
+
+def read(record: Path) -> list[Sampled]:
+    return [Sampled(**json.loads(line)) for line in record.read_text().splitlines()]
+
+
+def register() -> None:
+    faults.register()
+    record = os.environ.get(RECORD_ENV)
+    if not record:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    teacher = os.environ.get(TEACHER_ENV)
+    recorder = Recorder(Path(record), read(Path(teacher)) if teacher else [])
+    target = "sglang.srt.model_executor.model_runner.ModelRunner.sample"
+    HookRegistry.register(target, recorder.around_sample, HookType.AROUND)
+
+
+class Recorder:
+    """State of the plugin in one engine process."""
+
+    def __init__(self, record: Path, teacher: list[Sampled]):
+        self._record = record
+        self._teacher = {(step.request, step.context): step.token for step in teacher}
+
+    def around_sample(self, original, runner, logits_output, forward_batch):
+        # Before the sampler, which may change them in place.
+        logprobs = torch.log_softmax(logits_output.next_token_logits.float(), dim=-1)
+        greedy = original(runner, logits_output, forward_batch)
+        chosen = greedy.tolist()
+        places = list(zip(forward_batch.rids, forward_batch.seq_lens.tolist(), strict=True))
+        given = [self._teacher.get(place, own) for place, own in zip(places, chosen, strict=True)]
+        tokens = torch.tensor(given, dtype=greedy.dtype, device=greedy.device)
+        values = logprobs.gather(1, tokens.long()[:, None])[:, 0].tolist()
+        step = prefix_step(runner)
+        with self._record.open("a") as out:
+            for (request, context), own, token, value in zip(
+                places, chosen, given, values, strict=True
+            ):
+                sampled = Sampled(
+                    request=request,
+                    context=context,
+                    decode=forward_batch.forward_mode.is_decode(),
+                    token=token,
+                    greedy=own,
+                    logprob=value,
+                    variant=None if step is None else step.decision.variant,
+                )
+                out.write(json.dumps(asdict(sampled)) + "\n")
+        return tokens

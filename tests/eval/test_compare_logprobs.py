@@ -1,0 +1,182 @@
+"""eval.compare_outputs logprobs and gsm8k without an engine."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from eval.compare_outputs import __main__ as compare_outputs
+from eval.compare_outputs import gsm8k, logprobs, teacher
+from eval.compare_outputs.logprob_judgement import compare, problem
+from eval.compare_outputs.teacher import Recorder, Sampled
+from eval.engine_process import EngineError
+
+
+def sampled(request="shared/0", context=5, token=3, logprob=-1.0, **changes):
+    known = {"decode": True, "greedy": token, "variant": None}
+    return Sampled(request, context, token=token, logprob=logprob, **known | changes)
+
+
+REFERENCE = [sampled(f"shared/{i}", 5 + step) for i in range(4) for step in range(10)]
+
+
+def shifted(by, requests=4):
+    """The reference's steps; the first requests' log-probabilities are higher."""
+    return [
+        replace(s, logprob=s.logprob + by) if int(s.request[-1]) < requests else s
+        for s in REFERENCE
+    ]
+
+
+def test_the_error_of_log_probabilities():
+    other = shifted(0.25, requests=1)
+    other[-1] = replace(other[-1], greedy=9, logprob=-3.0)
+    error = compare(REFERENCE, other)
+    assert (error.tokens, error.max, error.worst_request) == (40, 2.0, 0.25)
+    assert error.mean == pytest.approx((10 * 0.25 + 2.0) / 40)
+    assert error.equal_greedy == pytest.approx(39 / 40)
+    assert compare(REFERENCE, REFERENCE[7:]).tokens == 33, "steps that ran stock are left out"
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ([], "0 of 0"),
+        ([*REFERENCE, sampled(context=99)], "1 of 41"),
+        ([replace(REFERENCE[0], token=4)], "shared/0 went on with another token at 5"),
+    ],
+)
+def test_other_tokens_are_no_comparison(other, says):
+    with pytest.raises(ValueError, match=says):
+        compare(REFERENCE, other)
+
+
+@pytest.mark.parametrize(
+    ("tested", "says"),
+    [
+        (shifted(0.039), None),
+        (shifted(0.041), "mean error 0.0410, at most 0.0400"),
+        (shifted(0.05, requests=1), "worst request error 0.0500, at most 0.0400"),
+        (shifted(float("nan")), "mean error nan"),
+    ],
+)
+def test_ours_may_be_twice_as_far_as_stock(tested, says):
+    found = problem(compare(REFERENCE, tested), [compare(REFERENCE, shifted(0.02))])
+    assert found is None if says is None else says in found
+    alone = problem(compare(REFERENCE, tested), [])
+    assert alone is not None, "without a yardstick float32's rounding is allowed"
+
+
+def test_an_engine_goes_on_with_the_teacher_s_tokens(tmp_path, monkeypatch):
+    monkeypatch.setattr(teacher, "prefix_step", lambda runner: None)
+    logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]])
+
+    def sample(record, lessons):
+        batch = SimpleNamespace(
+            rids=["shared/0", "warm-up"],
+            seq_lens=torch.tensor([7, 7]),
+            forward_mode=SimpleNamespace(is_decode=lambda: True),
+        )
+        output = SimpleNamespace(next_token_logits=logits.clone())
+
+        def original(runner, output, batch):
+            output.next_token_logits.zero_()  # as a sampler that works in place
+            return logits.argmax(dim=1)
+
+        tokens = Recorder(record, lessons).around_sample(original, None, output, batch)
+        return tokens.tolist(), teacher.read(record)
+
+    own, greedy = sample(tmp_path / "own", [])
+    assert own == [1, 0]
+    lesson = [sampled(context=6, token=0), sampled(context=7, token=2)]
+    forced, steps = sample(tmp_path / "forced", lesson)
+    assert forced == [2, 0] and [s.greedy for s in steps] == [1, 0]
+    expected = torch.log_softmax(logits, dim=-1)
+    assert steps[0].logprob == pytest.approx(expected[0, 2].item())
+    assert greedy[0].logprob == pytest.approx(expected[0, 1].item())
+
+
+class Engine:
+    """Stands in for EngineProcess: every request decodes three tokens; ours are off by `shift`."""
+
+    start_s, shift = 1.0, 0.0
+
+    def __init__(self, arguments, folder, *, plugin, env):
+        self.record = Path(env[teacher.RECORD_ENV])
+        self.has_teacher = teacher.TEACHER_ENV in env
+        self.ours = arguments["attention_backend"] == "prefix"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def ask(self, op, requests):
+        recorder = Recorder(self.record, [])
+        assert self.has_teacher == (self.record.parent.name != "torch_native")
+        with recorder._record.open("a") as out:
+            for request in requests:
+                for step in range(5):  # the first by prefill, the last one step too many
+                    changes = {"decode": step > 0, "variant": "prefix" if self.ours else None}
+                    row = sampled(request["id"], len(request["ids"]) + step, **changes)
+                    row = replace(row, logprob=-1.0 + self.shift * self.ours)
+                    out.write(json.dumps(vars(row)) + "\n")
+
+
+def test_engines_are_judged_along_the_first_one_s_tokens(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(logprobs, "EngineProcess", Engine)
+    write = compare_outputs.seeded_engine
+    monkeypatch.setattr(write, "write_model", lambda folder, *_: folder)
+    out = tmp_path / "logprobs.json"
+    argv = ["logprobs", "--device", "cpu", "--model-shape", "tiny", "--new-tokens", "4"]
+    argv += ["--backends", "torch_native,triton,prefix", "--page-size", "1", "--json", str(out)]
+    assert compare_outputs.main(argv) == 0
+    rows = compare_outputs.provenance.load(out)["rows"]
+    assert [(r["scenario"], r["backend"], r["tokens"]) for r in rows] == [
+        (name, backend, 3 * count)
+        for name, count in (("shared", 64), ("three_levels", 48))
+        for backend in ("triton", "prefix")
+    ]
+    monkeypatch.setattr(Engine, "shift", 0.01)
+    assert compare_outputs.main(argv) == 1
+    assert "2 of 4 comparisons are wrong" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["logprobs", "--device=cpu", "--backends=prefix,triton"], "prefix is first"),
+        (["logprobs", "--device=cpu", "--backends=triton"], "two or more"),
+        (["gsm8k", "--device=cpu", "--backends=fa3,fa3"], "two or more"),
+    ],
+)
+def test_bad_arguments_end_with_usage(argv, says, capsys):
+    with pytest.raises(SystemExit) as stop:
+        compare_outputs.main(argv)
+    assert stop.value.code == 2 and says in capsys.readouterr().err.split("error:")[1]
+
+
+def test_bf16_needs_a_yardstick(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(SystemExit):
+        compare_outputs.main(["logprobs", "--backends=flashinfer,prefix"])
+    assert "two stock ones" in capsys.readouterr().err
+
+
+def test_gsm8k_without_a_checkpoint_says_that_it_was_not_run(capsys):
+    assert compare_outputs.main(["gsm8k", "--device", "cpu"]) == 2
+    assert "gsm8k was not run" in capsys.readouterr().err
+
+
+def test_figures_of_gsm8k():
+    said = "Accuracy: 0.765\nInvalid: 0.005\nLatency: 9.1 s\n"
+    assert gsm8k.figures(said) == {"accuracy": 0.765, "invalid": 0.005}
+    with pytest.raises(EngineError, match="no route"):
+        gsm8k.figures("no route")
+    assert gsm8k.problem(0.76, 0.70, 200) is None
+    assert "accuracy 0.600" in gsm8k.problem(0.76, 0.60, 200)
+    assert gsm8k.problem(1.0, 1.0, 200) is None
