@@ -24,6 +24,7 @@ ROOMS = {
     "execute": {"kernels", "plan", "records"},
     "step": {"metrics", "paths", "plan", "records", "settings"},
     "calibrate": {"execute", "plan", "predict", "records", "step"},
+    "analyze": {"jit"},
     "explain": {"kernels", "plan", "records"},
     "api": {"execute", "explain", "paths", "plan", "predict", "records"},
     "engine": {"execute", "metrics", "paths", "plan", "predict", "records", "settings", "step"},
