@@ -24,7 +24,13 @@ def why_no_row_tiles(device: torch.device, heads: HeadConfig, dtype: torch.dtype
     """Say why a device cannot run a model's layers as row tiles, as a label, or None."""
     if device.type != "cuda":
         return f"device:{device.type}"
-    capability = torch.cuda.get_device_capability(device)
+    return why_no_row_tiles_on(torch.cuda.get_device_capability(device), heads, dtype)
+
+
+def why_no_row_tiles_on(
+    capability: tuple[int, int], heads: HeadConfig, dtype: torch.dtype
+) -> str | None:
+    """Say the same of GPUs of a compute capability, none of which need be here."""
     if capability != _HOPPER:
         return f"compute:{capability[0]}.{capability[1]}"
     try:
