@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 
+from sgl_prefix_attn.cli.argument_types import amount as amount
+
 T = TypeVar("T")
-
-
-def amount(text: str) -> float:
-    """Parse a finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise ArgumentTypeError(f"{text!r} is no number") from None
-    if not 0 < value < math.inf:
-        raise ArgumentTypeError(f"must be above 0 and finite, got {text}")
-    return value
 
 
 def several(kind: Callable[[str], T]) -> Callable[[str], list[T]]:

@@ -1,5 +1,6 @@
-"""A type of command-line arguments: argparse puts the argument's name before what it raises."""
+"""Types of command-line arguments: argparse puts the argument's name before what they raise."""
 
+import math
 from argparse import ArgumentTypeError
 
 
@@ -11,4 +12,15 @@ def count(text: str) -> int:
         raise ArgumentTypeError(f"{text!r} is no integer") from None
     if value < 1:
         raise ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def amount(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is no number") from None
+    if not 0 < value < math.inf:
+        raise ArgumentTypeError(f"must be above 0 and finite, got {text}")
     return value

@@ -13,6 +13,11 @@ def heads_of_model(path: Path, tp: int) -> HeadConfig:
 
     Raises ValueError that names the file and what is wrong with it.
     """
+    return config_and_heads(path, tp)[1]
+
+
+def config_and_heads(path: Path, tp: int) -> tuple[dict[str, Any], HeadConfig]:
+    """The same, with the config of the language model."""
     file = path / "config.json" if path.is_dir() else path
     try:
         config = orjson.loads(file.read_bytes())
@@ -26,7 +31,7 @@ def heads_of_model(path: Path, tp: int) -> HeadConfig:
     if isinstance(config, dict) and isinstance(config.get("text_config"), dict):
         config = config["text_config"]  # a multimodal model's language part
     try:
-        return heads_on_rank(*_heads(config), tp)
+        return config, heads_on_rank(*_heads(config), tp)
     except KeyError as error:
         raise ValueError(f"--model: {file} has no {error.args[0]}: use --heads") from None
     except (TypeError, ValueError) as error:
