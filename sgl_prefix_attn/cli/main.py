@@ -3,7 +3,7 @@
 import argparse
 
 from sgl_prefix_attn import __version__
-from sgl_prefix_attn.cli import calibrate_command, doctor, explain_command
+from sgl_prefix_attn.cli import analyze_command, calibrate_command, doctor, explain_command
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -13,6 +13,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_parser(commands)
     calibrate_command.add_parser(commands)
     explain_command.add_parser(commands)
+    analyze_command.add_parser(commands)
     return parser
 
 

@@ -1,0 +1,90 @@
+"""What two simulated servers say about a load: numbers, and one sentence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sgl_prefix_attn.analyze.simulation import Simulated
+
+HELPS, EVEN = (
+    0.97,
+    0.995,
+)  # of FlashInfer's TPOT: below the one it helps, from the other on nothing changes
+BARELY = 1.1  # reuse below which what is gained comes from elsewhere
+SHARED = 1.3  # reuse from which it is not for lack of sharing that nothing is gained
+STRETCHED = 1.1  # of the time in which requests come: a run that takes longer was saturated
+
+
+@dataclass(frozen=True)
+class Findings:
+    """stock, prefix: the two runs; span: seconds over which requests come."""
+
+    stock: Simulated
+    prefix: Simulated
+    span: float
+
+    @property
+    def saved_mean(self) -> float:
+        """Share of KV reads that is spared, of the mean decode step."""
+        return self._mean([look.saved for look in self.prefix.looks])
+
+    @property
+    def prefix_share(self) -> float:
+        """Share of decode steps that run prefix kernels."""
+        return self._mean([look.is_prefix for look in self.prefix.looks])
+
+    def _mean(self, values: list) -> float:
+        return float(np.average(values, weights=self.prefix.weights)) if values else 0.0
+
+    @property
+    def saved_p90(self) -> float:
+        """The share of KV reads that a tenth of the decode steps are spared at least."""
+        if not self.prefix.looks:
+            return 0.0
+        saved = np.array([look.saved for look in self.prefix.looks])
+        order = np.argsort(saved)
+        steps = np.cumsum(self.prefix.weights[order])
+        return float(saved[order][np.searchsorted(steps, 0.9 * steps[-1])])
+
+    def tpot(self, run: Simulated, quantile: float | None) -> float:
+        """Milliseconds: the mean over all requests, or a quantile; NaN where none decodes."""
+        known = run.tpot[~np.isnan(run.tpot)]
+        if not known.size:
+            return float("nan")
+        return 1e3 * float(known.mean() if quantile is None else np.quantile(known, quantile))
+
+    @property
+    def ratio(self) -> float:
+        """Median TPOT with the plugin over FlashInfer's; 1 where nothing decodes."""
+        stock = self.tpot(self.stock, 0.5)
+        return self.tpot(self.prefix, 0.5) / stock if stock > 0 else 1.0
+
+    @property
+    def is_saturated(self) -> bool:
+        """Whether requests come faster than FlashInfer's server gets done with them."""
+        return self.stock.seconds > STRETCHED * self.span and self.stock.waited > 0
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: will it help?"""
+        if not self.prefix.looks:
+            return "It cannot help: no request generates a second token."
+        ratio, reuse = self.ratio, self.prefix.reuse
+        shared = f"a KV token is that of {reuse:.2f} running requests"
+        if ratio < HELPS and reuse < BARELY:
+            return (
+                f"It will help, but not by sharing: {shared}, and TPOT is {ratio:.2f} of "
+                "FlashInfer's, whose kernels are predicted to run these lengths less evenly."
+            )
+        if ratio < HELPS:
+            return f"It will help: {shared}, and TPOT is {ratio:.2f} of FlashInfer's."
+        if ratio < EVEN:
+            return f"It will help a little: {shared}, and TPOT is {ratio:.3f} of FlashInfer's."
+        if reuse > SHARED:
+            return (
+                f"It will not help: {shared}, but reading it once gains a step too little (TPOT "
+                f"{ratio:.3f} of FlashInfer's)."
+            )
+        return f"It will not help: {shared}, so steps run as without it (TPOT {ratio:.3f})."

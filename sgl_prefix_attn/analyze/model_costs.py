@@ -1,0 +1,103 @@
+"""How long a model takes on a GPU for all but decode attention: a few numbers, all of them rough.
+
+A decode step reads the weights once, at the bandwidth that the calibration of the GPU has, and
+takes a fixed time and a little for each request on top. Both were read off
+eval/results/engine_h100.json and eval/results/engine_h200.json, TPOT less predicted attention: 4.5
+to 5.3 ms on H200 and 6.3 to 7.2 ms on H100, for 4 to 64 requests. Prefill multiplies, at a share of
+the data sheet's rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_prefix_attn.analyze.server_state import Costs
+from sgl_prefix_attn.records import HeadConfig
+
+STEP, REQUEST = 1.0e-3, 11.5e-6  # seconds of a decode step, and of each request in it
+PREFILL_SHARE = 0.6  # of the GPU's dense rate
+POOL_SHARE = 0.86  # of the GPU's memory that SGLang gives to weights and KV
+BYTES = 2  # of a weight, and of an element of KV
+
+
+@dataclass(frozen=True)
+class Model:
+    """One tensor-parallel rank's part. weights: that a decode step reads; active: that a token is
+    multiplied with, fewer where there are experts."""
+
+    layers: int
+    heads: HeadConfig
+    weights: float
+    active: float
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of KV for a token."""
+        return 2 * BYTES * self.layers * self.heads.num_kv_heads * self.heads.head_dim
+
+
+def llama_8b(heads: HeadConfig, tp: int) -> Model:
+    """Llama-3.1-8B, with other heads perhaps."""
+    return Model(32, heads, weights=7.5e9 / tp, active=7.5e9 / tp)
+
+
+def model_of(config: Mapping[str, Any], heads: HeadConfig, tp: int) -> Model:
+    """Count a Hugging Face config's weights; `heads` are those of one of `tp` ranks.
+
+    Raises KeyError for a field that it lacks.
+    """
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    attention = 2 * hidden * heads.head_dim * (heads.num_qo_heads + heads.num_kv_heads) * tp
+    experts = next(
+        (config[name] for name in ("num_experts", "n_routed_experts", "num_local_experts")
+         if config.get(name)), 1,
+    )  # fmt: skip
+    chosen = config.get("num_experts_per_tok") or 1
+    wide = config.get("moe_intermediate_size") if experts > 1 else None
+    product = 3 * hidden * (wide or config["intermediate_size"])
+    rest = hidden * config["vocab_size"]
+    return Model(
+        layers=layers,
+        heads=heads,
+        weights=(layers * (attention + experts * product) + rest) / tp,
+        active=(layers * (attention + min(chosen, experts) * product) + rest) / tp,
+    )
+
+
+def costs(
+    model: Model,
+    *,
+    bandwidth: float,
+    flops: float,
+    memory: float,
+    most_running: int,
+    kv_tokens: int | None,
+    step: float | None,
+) -> Costs:
+    """Return what the simulated server's work takes.
+
+    bandwidth, flops, memory  of the GPU: bytes and operations a second, bytes
+    most_running  requests of a decode step
+    kv_tokens     that the pool holds, None: what the memory has room for
+    step          seconds of a decode step besides attention, None: as the module says
+
+    Raises ValueError where there is no room for KV.
+    """
+    if kv_tokens is None:
+        kv_tokens = int((POOL_SHARE * memory - BYTES * model.weights) / model.kv_bytes)
+        if kv_tokens < 1:
+            raise ValueError(
+                f"{BYTES * model.weights / 1e9:.0f} GB of weights leave no room for KV on a GPU of "
+                f"{memory / 1e9:.0f} GB: raise --tp, or give --kv-tokens"
+            )
+    rate = PREFILL_SHARE * flops
+    return Costs(
+        step=BYTES * model.weights / bandwidth + STEP if step is None else step,
+        request=REQUEST if step is None else 0.0,
+        token=2 * model.active / rate,
+        token_pair=4.0 * model.layers * model.heads.num_qo_heads * model.heads.head_dim / rate,
+        kv_tokens=kv_tokens,
+        most_running=most_running,
+    )

@@ -1,0 +1,132 @@
+"""`sgl-prefix-attn analyze`: would this load gain, by simulation; needs no GPU."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from sgl_prefix_attn.cli.argument_types import amount, count
+from sgl_prefix_attn.cli.model_heads import config_and_heads, heads_on_rank, parse_heads
+from sgl_prefix_attn.cli.named_gpus import GPUS, KERNELS, Server, server_on
+
+USAGE, INTERRUPTED = 2, 130
+
+
+def add_parser(commands) -> None:
+    parser = commands.add_parser("analyze", help="whether a trace's requests would gain")
+    parser.add_argument(
+        "trace",
+        type=Path,
+        metavar="TRACE",
+        help="JSON lines (Mooncake's, or prompt and output_length), or a log of --log-requests",
+    )
+    parser.add_argument("--gpu", choices=GPUS, default="H100", help="to predict for (H100)")
+    heads = parser.add_mutually_exclusive_group()
+    heads.add_argument("--model", type=Path, help="folder of a Hugging Face model, or config.json")
+    heads.add_argument("--heads", default="32/8", help="query/KV heads, of Llama-3.1-8B (32/8)")
+    parser.add_argument("--head-dim", type=int, default=128, help="with --heads (128)")
+    parser.add_argument("--tp", type=count, default=1, help="tensor-parallel size (1)")
+    parser.add_argument("--kernels", choices=KERNELS, default="auto", help="of prefix steps (auto)")
+    parser.add_argument("--max-running-requests", type=count, default=256, help="(256)")
+    parser.add_argument(
+        "--kv-tokens", type=count, help="of the KV pool (what the GPU has room for)"
+    )
+    parser.add_argument("--step-ms", type=amount, help="of all but attention (from the weights)")
+    parser.add_argument("--rate", type=amount, help="requests a second (as the trace says)")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw it, needs matplotlib")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 0; 2 for arguments or a file that cannot be used; 130 when interrupted."""
+    try:
+        analyze(args, Console(highlight=False, soft_wrap=True))
+        return 0
+    except (ValueError, OSError) as error:
+        problem, status = str(error), USAGE
+    except KeyboardInterrupt:
+        problem, status = "interrupted", INTERRUPTED
+    print(f"sgl-prefix-attn analyze: {problem}", file=sys.stderr)
+    return status
+
+
+def analyze(args: argparse.Namespace, console: Console) -> None:
+    """Read, simulate both servers, print. Raises ValueError and OSError that say what is wrong."""
+    # Not before: these import torch and numba.
+    from sgl_prefix_attn.analyze import summary, trace_file
+    from sgl_prefix_attn.analyze.findings import Findings
+    from sgl_prefix_attn.analyze.simulation import simulate
+
+    figures = _figures() if args.png else None
+    gpu, model = GPUS[args.gpu], _model(args)
+    server = server_on(gpu, model.heads, args.kernels)
+    costs = _costs(args, model, server)
+    to_person = sys.stderr.isatty()
+    with Progress(transient=True, console=Console(stderr=True), disable=not to_person) as progress:
+        with progress.open(args.trace, "rb", description="reading") as lines:
+            try:
+                reading = trace_file.read(lines)
+            except ValueError as error:
+                raise ValueError(f"{args.trace}: {error}") from None
+        trace = reading.trace.at_rate(args.rate) if args.rate else reading.trace
+        for line in summary.reading_lines(reading):
+            console.print(line, markup=False)
+
+        def simulated(policy: str):
+            bar = progress.add_task(policy, total=len(trace))
+            return simulate(
+                trace, costs, model.layers, server.planner, server.predictor, policy,
+                lambda done: progress.update(bar, completed=done),
+            )  # fmt: skip
+
+        findings = Findings(simulated("stock"), simulated("auto"), float(trace.arrival[-1]))
+    console.print(
+        f"simulated: {gpu.name}, {model.heads}, {model.layers} layers, {server.family}, "
+        f"calibration {server.calibration.source}; {costs.most_running} requests at most, "
+        f"{costs.kv_tokens:,} KV tokens; a decode step takes {1e3 * costs.step:.2f} ms "
+        f"+ {1e6 * costs.request:.1f} us a request + attention\n",
+        markup=False,
+    )
+    console.print(summary.render(findings))
+    if figures:
+        figures.save(figures.draw(findings, model.layers), args.png)
+        console.print(f"written: {args.png}", markup=False)
+
+
+def _model(args: argparse.Namespace):
+    from sgl_prefix_attn.analyze.model_costs import llama_8b, model_of
+
+    if args.model is None:
+        return llama_8b(heads_on_rank(*parse_heads(args.heads), args.head_dim, args.tp), args.tp)
+    config, heads = config_and_heads(args.model, args.tp)
+    try:
+        return model_of(config, heads, args.tp)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"--model: {args.model}: {error} is missing or no number") from None
+
+
+def _costs(args: argparse.Namespace, model, server: Server):
+    from sgl_prefix_attn.analyze.model_costs import costs
+
+    gpu = GPUS[args.gpu]
+    return costs(
+        model,
+        bandwidth=1e6 * server.calibration.rates.bandwidth,
+        flops=gpu.flops,
+        memory=gpu.memory,
+        most_running=args.max_running_requests,
+        kv_tokens=args.kv_tokens,
+        step=None if args.step_ms is None else args.step_ms / 1e3,
+    )
+
+
+def _figures():
+    try:
+        from sgl_prefix_attn.analyze import over_time
+    except ImportError as error:
+        raise ValueError(f"--png needs matplotlib ({error}): pip install matplotlib") from None
+    return over_time

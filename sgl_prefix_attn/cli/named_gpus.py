@@ -1,0 +1,77 @@
+"""GPUs by name, and what a server on one of them would plan and predict with; needs none here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from sgl_prefix_attn.records import HeadConfig
+
+if TYPE_CHECKING:
+    from sgl_prefix_attn.execute.backends.family import Family
+    from sgl_prefix_attn.plan.tiles import TileSet
+    from sgl_prefix_attn.predict.record import Calibration
+    from sgl_prefix_attn.step.evaluate import StepPlanner, TimePredictor
+
+
+class Gpu(NamedTuple):
+    """memory in bytes, flops of dense bfloat16 products a second, as NVIDIA's data sheets say."""
+
+    name: str
+    num_sms: int
+    capability: tuple[int, int]
+    memory: float
+    flops: float
+
+
+# The GPUs that plan.costs has rates of.
+GPUS = {
+    "H100": Gpu("NVIDIA H100 80GB HBM3", 132, (9, 0), 80e9, 989e12),
+    "H200": Gpu("NVIDIA H200", 132, (9, 0), 141e9, 989e12),
+    "A100": Gpu("NVIDIA A100-SXM4-80GB", 108, (8, 0), 80e9, 312e12),
+}
+KERNELS = ("auto", "row_tiles", "triton")
+
+
+@dataclass(frozen=True)
+class Server:
+    """What decides about a server's decode batches; tile_set: of packs, None for row tiles."""
+
+    family: Family
+    planner: StepPlanner
+    predictor: TimePredictor
+    calibration: Calibration
+    tile_set: TileSet | None
+
+
+def server_on(gpu: Gpu, heads: HeadConfig, kernels: str, strategy: str = "calibrated") -> Server:
+    """Choose as engine/build.py does at start, with the shipped calibrations, for bfloat16 and
+    pages of one token.
+
+    Raises ValueError where row tiles are asked for and cannot run, or for an unknown strategy.
+    """
+    # Not before: these import torch and numba.
+    import torch
+
+    from sgl_prefix_attn.execute.backends.choice import why_no_row_tiles_on
+    from sgl_prefix_attn.execute.backends.family import ROW_TILES, choose_family
+    from sgl_prefix_attn.plan import Planner
+    from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
+    from sgl_prefix_attn.plan.tile_defaults import gpu_tile_set
+    from sgl_prefix_attn.predict import store
+    from sgl_prefix_attn.predict.predictor import Predictor, RowTilePredictor
+    from sgl_prefix_attn.predict.record import CalibrationKey
+    from sgl_prefix_attn.predict.row_tile_rates import row_tile_rates
+
+    key = CalibrationKey(gpu.name, heads, "bfloat16", 1)
+    folders = store.Folders(None, store.SHIPPED)
+    calibration = store.find(key, gpu.num_sms, folders=folders).calibration
+    why_not = why_no_row_tiles_on(gpu.capability, heads, torch.bfloat16)
+    family = choose_family(kernels, strategy, why_not)
+    if family.name == ROW_TILES:
+        rates = row_tile_rates(calibration)
+        row_tiles = RowTilePlanner(heads, num_sms=gpu.num_sms, rates=rates)
+        return Server(family, row_tiles, RowTilePredictor(calibration), calibration, None)
+    tile_set = gpu_tile_set(gpu.num_sms, heads)
+    packs = Planner(heads, tile_set=tile_set, strategy=strategy, costs=calibration.costs)
+    return Server(family, packs, Predictor(calibration), calibration, tile_set)

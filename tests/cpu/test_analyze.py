@@ -1,0 +1,390 @@
+"""The simulated server against small traces whose answers are known, and against plain Python."""
+
+from collections import OrderedDict
+from dataclasses import replace
+from io import StringIO
+
+import numpy as np
+import orjson
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from sgl_prefix_attn.analyze import block_cache, summary, trace_file
+from sgl_prefix_attn.analyze import server_loop as loop
+from sgl_prefix_attn.analyze import server_state as sv
+from sgl_prefix_attn.analyze.findings import Findings
+from sgl_prefix_attn.analyze.model_costs import costs, llama_8b, model_of
+from sgl_prefix_attn.analyze.server_state import Costs
+from sgl_prefix_attn.analyze.simulation import simulate
+from sgl_prefix_attn.cli import main
+from sgl_prefix_attn.cli.named_gpus import GPUS, server_on
+from sgl_prefix_attn.execute.backends.choice import why_no_row_tiles_on
+from sgl_prefix_attn.execute.backends.family import Family
+from sgl_prefix_attn.explain.tree import Tree
+from sgl_prefix_attn.records import HeadConfig
+from sgl_prefix_attn.step.evaluate import evaluate
+from sgl_prefix_attn.step.policy import BatchFacts
+
+LLAMA = HeadConfig(32, 8, 128)
+# Nothing but the fixed time of a step, and a millisecond a token of prefill.
+PLAIN = Costs(0.010, 0.0, 0.001, 0.0, kv_tokens=1 << 20, most_running=8)
+
+
+def trace_of(*requests):
+    """(arrival, first and further hash ids, output) -> a trace; a prompt is its blocks of 512."""
+    return trace_file.read(
+        orjson.dumps(
+            {
+                "timestamp": at * 1e3,
+                "input_length": 512 * len(ids),
+                "output_length": output,
+                "hash_ids": ids,
+            }
+        )
+        for at, ids, output in requests
+    ).trace
+
+
+class Attention:
+    """A predictor for which attention always takes as long, by default next to nothing."""
+
+    source = "measured"
+
+    def __init__(self, stock_us=1e-6, prefix_us=1e-6):
+        self.times = stock_us, prefix_us
+
+    def stock(self, seq_lens, unique):
+        return self.times[0]
+
+    def prefix(self, plan):
+        return self.times[1]
+
+
+@pytest.fixture(scope="module")
+def server():
+    return server_on(GPUS["H100"], LLAMA, "auto")
+
+
+@pytest.fixture
+def run(server):
+    def run(trace, costs=PLAIN, policy="auto", predictor=None):
+        return simulate(trace, costs, 32, server.planner, predictor or Attention(), policy)
+
+    return run
+
+
+def test_two_equal_prompts_are_read_once_while_both_run(run):
+    done = run(trace_of((0, [1, 2], 11), (0, [1, 2], 11)), policy="prefix")
+    lens = 1024 + np.arange(1, 11)
+    assert done.reuse == pytest.approx((2 * lens).sum() / (2 * lens - 1024).sum())
+    assert done.steps == 10 and done.tokens == 20
+    assert [look.unique for look in done.looks] == [1026]
+    assert done.looks[0].tokens == 2050 and 0.4 < done.looks[0].saved < 0.5
+
+
+def test_one_after_the_other_shares_nothing_but_the_cache(run):
+    done = run(trace_of((0, [1, 2], 11), (100, [1, 2], 11)))
+    assert done.reuse == 1 and done.steps == 20
+    assert done.cached == pytest.approx(1023 / 2048)
+    assert done.ttft == pytest.approx([1.024, 0.010])  # a pass is not shorter than a step
+
+
+def test_half_of_a_prompt_shared_for_half_of_the_time(run):
+    done = run(trace_of((0, [1, 2], 21), (0, [1, 3], 11)))
+    lens = 1024 + np.arange(1, 21)
+    both = (2 * lens[:10]).sum()
+    assert done.reuse == pytest.approx((both + lens[10:].sum()) / (both - 5120 + lens[10:].sum()))
+
+
+def test_prefill_goes_before_decode(run):
+    # The first one decodes from 0.512 s on; the second comes at 0.6 s and is prefilled for 0.512 s
+    # from 0.602 s on.
+    done = run(trace_of((0, [1], 101), (0.6, [2], 2)))
+    assert done.ttft == pytest.approx([0.512, 0.514], abs=1e-3)
+    assert done.tpot == pytest.approx([(100 * 0.010 + 0.512) / 100, 0.010], rel=1e-5)
+
+
+def test_attention_is_of_the_kernels_that_are_chosen(run):
+    trace = trace_of((0, [1, 2], 3), (0, [1, 2], 3))
+    predictor = Attention(stock_us=100.0, prefix_us=50.0)
+    assert run(trace, policy="stock", predictor=predictor).tpot[0] == pytest.approx(0.0132, 1e-3)
+    assert run(trace, predictor=predictor).tpot[0] == pytest.approx(0.0116, 1e-3)
+    assert [look.is_prefix for look in run(trace, predictor=predictor).looks] == [True]
+    slower = Attention(stock_us=100.0, prefix_us=101.0)
+    done = run(trace, predictor=slower)
+    assert done.tpot[0] == pytest.approx(0.0132, 1e-3)
+    assert [look.saved for look in done.looks] == [0] and done.reuse > 1.9
+
+
+@pytest.mark.parametrize(
+    ("limits", "running"),
+    [({}, 4), ({"most_running": 3}, 3), ({"kv_tokens": 2 * 1034 + 1033}, 2)],
+)
+def test_requests_wait_for_room(run, limits, running):
+    trace = trace_of(*[(0, [2 * i, 2 * i + 1], 10) for i in range(4)])
+    done = run(trace, PLAIN._replace(**limits))
+    assert max(look.running for look in done.looks) == running
+    assert done.waited == 4 - running and done.too_long == 0
+    assert done.tokens == 36 and not np.isnan(done.tpot).any()
+
+
+def test_shared_prompts_take_room_once(run):
+    trace = trace_of(*[(0, [1, 2], 10) for _ in range(4)])
+    done = run(trace, PLAIN._replace(kv_tokens=1024 + 40))
+    assert max(look.running for look in done.looks) == 4
+
+
+def test_what_never_fits_is_left_out(run):
+    done = run(trace_of((0, [1, 2], 10), (0, [1], 10)), PLAIN._replace(kv_tokens=1000))
+    assert done.too_long == 1 and np.isnan(done.ttft).tolist() == [True, False]
+
+
+def test_the_block_used_longest_ago_is_evicted(run):
+    prompts = ([1, 2], [3, 4], [1, 2], [5, 6], [3, 4])
+    trace = trace_of(*[(100 * i, ids, 2) for i, ids in enumerate(prompts)])
+    done = run(trace, PLAIN._replace(kv_tokens=2 * 1024 + 2))
+    # 5 takes the place of 3 and 4, not that of 1 and 2, which were used since
+    assert done.ttft == pytest.approx([1.024, 1.024, 0.010, 1.024, 1.024])
+
+
+def test_a_request_of_one_token_does_not_decode(run):
+    done = run(trace_of((0, [1], 1)))
+    assert done.steps == 0 and done.looks == [] and done.reuse == 1
+    findings = Findings(done, done, 0.0)
+    assert findings.ratio == 1 and "cannot help" in findings.verdict
+    assert findings.saved_mean == findings.saved_p90 == findings.prefix_share == 0
+
+
+def test_many_looks_are_thinned_and_nothing_else_changes(run, monkeypatch):
+    trace = trace_of(*[(0.3 * i, [i % 5, 9, i], 5 + i % 7) for i in range(200)])
+    every = run(trace)
+    monkeypatch.setattr("sgl_prefix_attn.analyze.simulation.MOST_LOOKS", 8)
+    few = run(trace)
+    assert len(few.looks) < 16 < len(every.looks)
+    assert few.weights.sum() == every.weights.sum() == few.steps == every.steps
+    assert few.reuse == every.reuse and np.array_equal(few.tpot, every.tpot)
+
+
+prompts = st.lists(st.integers(0, 3), min_size=1, max_size=6)
+arrivals = st.floats(0, 3).map(lambda at: round(at, 3))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(arrivals, prompts, st.integers(1, 9)), min_size=1, max_size=12),
+    st.integers(1, 4),
+    st.integers(1, 8),
+)
+def test_any_trace(server, requests, most_running, pool):
+    trace = trace_of(*requests)
+    limits = PLAIN._replace(most_running=most_running, kv_tokens=700 * pool)
+    fits = trace.prompt + trace.output <= limits.kv_tokens
+    if not fits.any():
+        with pytest.raises(ValueError, match="no request fits"):
+            simulate(trace, limits, 32, server.planner, Attention(), "auto")
+        return
+    done = simulate(trace, limits, 32, server.planner, Attention(2.0, 1.0), "auto")
+    for look in done.looks:
+        assert 0 <= look.saved < 1 and look.unique <= look.read <= look.tokens
+    assert done.reuse >= 1 and 0 <= done.cached < 1
+    assert done.too_long == (~fits).sum() and (np.isnan(done.ttft) == ~fits).all()
+    assert (
+        done.tokens
+        == (trace.output[fits] - 1).sum()
+        == sum(look.running * n for look, n in zip(done.looks, done.weights, strict=True))
+        or len(done.looks) < done.steps
+    )
+    assert (np.isnan(done.tpot) == (~fits | (trace.output == 1))).all()
+    assert (done.ttft[fits] > 0).all()
+    assert done.weights.sum() == done.steps
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(arrivals, prompts, st.integers(1, 9)), min_size=1, max_size=12))
+def test_the_loop_counts_what_the_forest_of_its_batch_has(server, requests):
+    """KV tokens and unique ones, kept one event at a time, against the paths of each batch."""
+    trace = trace_of(*requests)
+    columns = sv.columns(trace)
+    limits = PLAIN._replace(kv_tokens=5000)
+    state = sv.new_state(len(trace), limits, trace.block_tokens)
+    counts = state.counts
+    while loop.advance(columns, limits, state, 1):
+        lens = loop.lengths(columns, state)
+        prefixes = set()
+        for r in state.running[: lens.size]:
+            names = trace.blocks[trace.first[r] :][: trace.count[r]]
+            prefixes |= set(names.tolist())
+        assert counts[sv.N_KV] == lens.sum()
+        assert counts[sv.N_HELD] == 512 * len(prefixes)
+        assert counts[sv.N_COVERED] == trace.prompt[state.running[: lens.size]].sum()
+    assert not counts[[sv.N_KV, sv.N_HELD, sv.N_COVERED, sv.N_RESERVED]].any()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("hre"), st.integers(1, 40)), max_size=200))
+def test_the_block_cache_is_a_dictionary_and_a_queue(events):
+    cache = block_cache.new_cache(1)  # few slots would do for 40 names, collisions included
+    held, idle = {}, OrderedDict()
+    for event, name in events:
+        key = np.uint64(name * 1024 % 4099 + 1)
+        if event == "h":
+            there = key in held or key in idle
+            assert block_cache.hold(cache, key) == (there, key not in held)
+            idle.pop(key, None)
+            held[key] = held.get(key, 0) + 1
+        elif event == "r" and key in held:
+            held[key] -= 1
+            assert block_cache.release(cache, key) == (held[key] == 0)
+            if not held[key]:
+                del held[key]
+                idle[key] = True
+        elif event == "e":
+            used = cache.counts[block_cache.C_USED]
+            while block_cache.evict(cache) and cache.counts[block_cache.C_USED] == used:
+                pass  # stood in the queue, but was taken again
+            if idle:
+                idle.popitem(last=False)
+        assert cache.counts[block_cache.C_USED] == len(held) + len(idle)
+        assert cache.counts[block_cache.C_HELD] == len(held)
+        names = set(cache.names[cache.names != 0].tolist())
+        assert names == {int(key) for key in (*held, *idle)}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "kernels", "family"),
+    [
+        ("H100", "auto", Family("row_tiles")),
+        ("H200", "row_tiles", Family("row_tiles")),
+        ("A100", "auto", Family("triton", "compute:8.0")),
+        ("H100", "triton", Family("triton", "kernels:triton")),
+    ],
+)
+def test_a_named_gpu_runs_what_its_servers_run(gpu, kernels, family):
+    found = server_on(GPUS[gpu], LLAMA, kernels)
+    assert found.family == family
+    assert found.calibration.key.gpu == GPUS[gpu].name
+    paths = Tree.parse("1,64_8192,200").paths()
+    decided = evaluate(paths, BatchFacts(), found.planner, found.predictor).decision
+    assert decided.variant == "prefix" and decided.predicted.stock_us > decided.predicted.prefix_us
+
+
+def test_a_named_gpu_knows_what_row_tiles_cannot_run():
+    odd = HeadConfig(8, 8, 96)
+    assert why_no_row_tiles_on((9, 0), odd, torch.bfloat16) == "head_dim:96"
+    assert server_on(GPUS["H100"], odd, "auto").family == Family("triton", "head_dim:96")
+
+
+def test_costs_of_a_model():
+    config = {
+        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
+    }  # fmt: skip
+    model = model_of(config, LLAMA, 1)
+    assert model.weights == pytest.approx(8.03e9 - 128256 * 4096, rel=2e-3)  # less the embedding
+    assert llama_8b(LLAMA, 1).weights == pytest.approx(model.weights, rel=2e-3)
+    assert model.kv_bytes == 131072 and model.active == model.weights
+    half = model_of(config, HeadConfig(16, 4, 128), 2)
+    assert half.weights == model.weights / 2 and half.kv_bytes == model.kv_bytes / 2
+    experts = config | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1000}
+    many = model_of(experts, LLAMA, 1)
+    per_expert = 32 * 3 * 4096 * 1000
+    assert many.weights - many.active == 6 * per_expert
+    with pytest.raises(KeyError, match="vocab_size"):
+        model_of({k: v for k, v in config.items() if k != "vocab_size"}, LLAMA, 1)
+
+
+def test_costs_leave_room_for_kv_or_say_so():
+    rates = {"bandwidth": 3e12, "flops": 1e15, "most_running": 4, "kv_tokens": None, "step": None}
+    found = costs(llama_8b(LLAMA, 1), memory=80e9, **rates)
+    assert found.kv_tokens == int((0.86 * 80e9 - 15e9) / 131072)
+    assert found.step == pytest.approx(0.006)
+    with pytest.raises(ValueError, match="15 GB of weights leave no room.*--tp"):
+        costs(llama_8b(LLAMA, 1), memory=16e9, **rates)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "reuse", "said"),
+    [
+        (0.6, 3.0, "It will help: "),
+        (0.6, 1.04, "not by sharing: "),
+        (0.98, 3.0, "help a little"),
+        (1.0, 3.0, "gains a step too little"),
+        (1.0, 1.04, "run as without it"),
+    ],
+)
+def test_the_verdict(run, ratio, reuse, said):
+    done = run(trace_of((0, [1], 2)))
+    stock, prefix = (
+        replace(done, tpot=np.array([tpot], np.float32), reuse=reuse) for tpot in (1.0, ratio)
+    )
+    verdict = Findings(stock, prefix, 10.0).verdict
+    assert said in verdict and f"{reuse:.2f}" in verdict
+
+
+def test_a_server_that_falls_behind_is_said_to(run):
+    trace = trace_of(*[(0.01 * i, [i], 50) for i in range(30)])
+    done = run(trace, PLAIN._replace(most_running=2))
+    text = printed(Findings(done, done, float(trace.arrival[-1])))
+    assert f"Saturated: up to {done.waited} requests wait" in text and done.waited > 20
+    slow = trace_of(*[(10.0 * i, [i], 50) for i in range(5)])
+    done = run(slow)
+    assert "Saturated" not in printed(Findings(done, done, float(slow.arrival[-1])))
+
+
+def printed(findings):
+    console = Console(width=120, file=StringIO(), highlight=False)
+    console.print(summary.render(findings))
+    return console.file.getvalue()
+
+
+@pytest.fixture
+def many(tmp_path):
+    """64 requests that share 4096 of 4608 prompt tokens."""
+    file = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": 0, "input_length": 4608, "output_length": 100, "hash_ids": [*range(8), 8 + i]}
+        for i in range(64)
+    ]
+    file.write_bytes(b"\n".join(map(orjson.dumps, rows)) + b"\nno line\n")
+    return file
+
+
+def test_the_command(many, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    png = tmp_path / "over-time.png"
+    assert main.main(["analyze", str(many), "--gpu", "H200", "--png", str(png)]) == 0
+    said = capsys.readouterr().out
+    for part in (
+        "64 requests over 0 s", "1 bad lines, left out:\n  line 65: no JSON",
+        "NVIDIA H200", "row tiles", "concurrent reuse 7.", "100.0% of steps run prefix kernels",
+        "TPOT p50, ms", "It will help: ", "written",
+    ):  # fmt: skip
+        assert part in said, said
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.jsonl"], "missing.jsonl"),
+        (["--heads", "6/4"], "multiple"),
+        (["--model", "missing"], "--model: cannot read"),
+        (["--gpu", "A100", "--kernels", "row_tiles"], "row tiles cannot run here (compute:8.0)"),
+        (["--kv-tokens", "1000"], "no request fits a pool of 1,000"),
+    ],
+)
+def test_what_cannot_be_analyzed_is_said(arguments, message, many, capsys):
+    given = arguments if arguments[0] == "missing.jsonl" else [str(many), *arguments]
+    assert main.main(["analyze", *given]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_without_requests(tmp_path, capsys):
+    file = tmp_path / "empty.jsonl"
+    file.write_text("x\n")
+    assert main.main(["analyze", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert "empty.jsonl" in error and "no request; line 1: no JSON" in error
