@@ -15,13 +15,14 @@ BACKEND_NAME = "prefix"  # of --attention-backend
 PREFIX = "SGL_PREFIX_ATTN_"
 
 _FLAG = {"0": False, "1": True}
+_FOLDER = "a folder"
 
 
 def _words(*words: str) -> dict[str, str]:
     return {word: word for word in words}
 
 
-def _variable(default: Any, kind: dict[str, Any] | int, doc: str) -> Any:
+def _variable(default: Any, kind: dict[str, Any] | int | str, doc: str) -> Any:
     return field(default=default, metadata={"kind": kind, "doc": doc})
 
 
@@ -76,6 +77,17 @@ class Settings:
         1,
         "Debug: with CHECK=1, every n-th prefix step runs both backends and compares each layer.",
     )
+    dump: str = _variable(
+        "",
+        _FOLDER,
+        "Debug: write decided batches into this folder, for `sgl-prefix-attn explain`: at most 256 "
+        "files of each scheduler process, then over the oldest.",
+    )
+    dump_every: int = _variable(
+        100,
+        1,
+        "Debug: with DUMP, every n-th decision about a batch is written.",
+    )
     cpu_platform: bool = _variable(
         False, _FLAG, "Offer a plain PyTorch CPU platform to SGLang, for machines without a GPU."
     )
@@ -109,12 +121,13 @@ class Settings:
 class Variable:
     """One environment variable, of the field of Settings of that name.
 
-    kind  what its text may be, with the value that each stands for; or the least integer allowed
+    kind  what its text may be, with the value that each stands for; or the least integer allowed;
+          or in words what any text is taken for
     """
 
     field: str
     default: Any
-    kind: dict[str, Any] | int
+    kind: dict[str, Any] | int | str
     doc: str
 
     @property
@@ -123,6 +136,8 @@ class Variable:
 
     @property
     def allowed(self) -> str:
+        if isinstance(self.kind, str):
+            return self.kind
         return f"integer >= {self.kind}" if isinstance(self.kind, int) else " | ".join(self.kind)
 
     def read(self, environ: Mapping[str, str]) -> Any:
@@ -133,6 +148,8 @@ class Variable:
         text = environ.get(self.name, "").strip()
         if not text:
             return self.default
+        if isinstance(self.kind, str):
+            return text
         try:
             if not isinstance(self.kind, int):
                 return self.kind[text]

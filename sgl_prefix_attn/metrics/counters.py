@@ -65,6 +65,7 @@ class StepCounters:
     last_plan: PlanStats | None = None
     plan_seconds: Any = field(default_factory=Counter)  # outcome -> host seconds
     mismatches: int = 0
+    failed_dumps: int = 0
     _told: set = field(default_factory=set)
 
     def step(self, decision: Decision, kv_tokens: KvTokens) -> None:
@@ -103,6 +104,12 @@ class StepCounters:
     def mismatch(self) -> None:
         self.mismatches += 1
         self._export("check_mismatches_total", 1)
+
+    def dump_failed(self, error: Exception) -> None:
+        """Count a decision that could not be written (SGL_PREFIX_ATTN_DUMP)."""
+        self.failed_dumps += 1
+        self._export("dumps_failed_total", 1)
+        self.log_once("dump", logging.WARNING, "SGL_PREFIX_ATTN_DUMP cannot be written: %r", error)
 
     def log_once(self, reason: str, level: int, message: str, *args, exc_info=None) -> None:
         """Log the first occurrence of a reason; the counters tell how often it came again."""

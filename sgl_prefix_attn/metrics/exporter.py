@@ -47,6 +47,7 @@ _COUNTERS = (
         "check_mismatches_total",
         "Layers whose prefix and stock outputs differed (SGL_PREFIX_ATTN_CHECK=1).",
     ),
+    ("dumps_failed_total", "Decisions that could not be written (SGL_PREFIX_ATTN_DUMP)."),
 )
 _INTERVALS = (
     "decode_interval_seconds",

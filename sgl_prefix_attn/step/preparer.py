@@ -16,6 +16,7 @@ from sgl_prefix_attn.paths.readers import reader_of, unsupported_tree
 from sgl_prefix_attn.paths.tree_reader import RunningBatch, TreeInvariantError, check_paths
 from sgl_prefix_attn.records import PREFIX, STOCK, Decision, PlanTooLarge, StepPlan
 from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.step.decision_dump import DecisionDump
 from sgl_prefix_attn.step.evaluate import StepPlanner, TimePredictor, evaluate
 from sgl_prefix_attn.step.plan_lifetime import PlanLifetime
 from sgl_prefix_attn.step.policy import STOCK_STEPS, BatchFacts, decide
@@ -73,6 +74,7 @@ class StepPreparer:
         # Of the last evaluation: until it is stale its decision and its plan stand.
         self.lifetime = PlanLifetime()
         self._count = StepCount(counters)
+        self._dump = DecisionDump(settings.dump, settings.dump_every, counters)
         self._planner: Any = planner
         self._check_size = check_size
         self._predictor = predictor
@@ -177,8 +179,9 @@ class StepPreparer:
         self, facts: BatchFacts, cause: str, batch: RunningBatch, reader
     ) -> StepPlan | None:
         """Read the tree and decide; the plan to load, None for stock kernels."""
+        paths = reader.read_paths(batch)
         done = evaluate(
-            reader.read_paths(batch),
+            paths,
             replace(facts, running=self._running, steps=self._steps),
             self._planner,
             self._predictor,
@@ -193,6 +196,7 @@ class StepPreparer:
         self.lifetime.planned(batch, reader, appends_left)
         self._count.evaluated(plan.stats, done.decision.variant)
         self._evaluated = done.decision
+        self._dump.decided(paths, done.decision)
         return plan if is_prefix else None
 
     def _reason_of(self, fault: Exception | None) -> str:

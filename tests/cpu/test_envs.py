@@ -26,11 +26,15 @@ def test_values_are_parsed():
             "SGL_PREFIX_ATTN_MAX_VARIANT_BS": "0",
             "SGL_PREFIX_ATTN_CHECK": "1",
             "SGL_PREFIX_ATTN_CHECK_EVERY": " 4 ",
+            "SGL_PREFIX_ATTN_DUMP": "dumps/1",
+            "SGL_PREFIX_ATTN_DUMP_EVERY": "7",
             "SGL_PREFIX_ATTN_CPU_PLATFORM": "1",
             "PATH": "/bin",
         }
     )
-    assert settings == Settings("pat", "stock", "row_tiles", False, 128, 0, True, 4, True)
+    assert settings == Settings(
+        "pat", "stock", "row_tiles", False, 128, 0, True, 4, "dumps/1", 7, True
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -44,6 +48,7 @@ def test_values_are_parsed():
         ("MAX_VARIANT_BS", "-1", "integer >= 0"),
         ("CHECK", "yes", "0 | 1"),
         ("CHECK_EVERY", "-1", "integer >= 1"),
+        ("DUMP_EVERY", "0", "integer >= 1"),
         ("CPU_PLATFORM", "true", "0 | 1"),
     ],
 )
@@ -96,5 +101,6 @@ def test_the_table_has_every_field_and_strategy():
 @pytest.mark.parametrize("variable", VARIABLES, ids=lambda variable: variable.field)
 def test_the_install_page_has_its_row(variable):
     allowed, default = variable.allowed.replace("|", "\\|"), variable.text(variable.default)
-    row = f"| `{variable.name}` | {allowed} | `{default}` | {variable.doc} |"
+    shown = f"`{default}`" if default else "none"
+    row = f"| `{variable.name}` | {allowed} | {shown} | {variable.doc} |"
     assert row in PAGE.read_text().splitlines()
