@@ -7,13 +7,8 @@ import sys
 from pathlib import Path
 
 from sgl_prefix_attn.cli.model_heads import heads_on_rank, parse_heads
+from sgl_prefix_attn.cli.named_gpus import GPUS, KERNELS, server_on
 
-# Name and streaming multiprocessors of the GPUs that plan.costs has rates of.
-GPUS = {
-    "H100": ("NVIDIA H100 80GB HBM3", 132),
-    "H200": ("NVIDIA H200", 132),
-    "A100": ("NVIDIA A100-SXM4-80GB", 108),
-}
 USAGE = 2
 
 
@@ -23,11 +18,13 @@ def add_parser(commands) -> None:
         "spec",
         metavar="SPEC",
         help="nodes per level _ KV tokens per level, such as 1,2,6_1024,512,64, or a JSON file "
-        "with paths and seq_lens as PrefixDecodeWrapper.plan takes them",
+        "with paths and seq_lens, as PrefixDecodeWrapper.plan takes them and SGL_PREFIX_ATTN_DUMP "
+        "writes them",
     )
     parser.add_argument("--gpu", choices=GPUS, default="H100", help="to plan for (H100)")
     parser.add_argument("--heads", default="32/8", help="query/KV heads of a rank (32/8)")
     parser.add_argument("--head-dim", type=int, default=128, help="(128)")
+    parser.add_argument("--kernels", choices=KERNELS, default="auto", help="of the plan (auto)")
     parser.add_argument("--strategy", default="calibrated", help="profit model (calibrated)")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw it, needs matplotlib")
     parser.set_defaults(run=run)
@@ -38,15 +35,19 @@ def run(args: argparse.Namespace) -> int:
     # Not before: these import torch and numba.
     from rich.console import Console
 
-    from sgl_prefix_attn.explain import text
+    from sgl_prefix_attn.cli.plan_spec import served
+    from sgl_prefix_attn.explain import row_tile_text, text
 
     try:
-        view = plan_view(args)
+        view, is_row_tiles = plan_view(args)
         if args.png is None:
-            Console(highlight=False).print(text.render(view))
+            console = Console(highlight=False)
+            console.print((row_tile_text if is_row_tiles else text).render(view))
+            if said := served(args.spec):
+                console.print(said, markup=False)
         else:
-            figure = _figure()
-            figure.save(figure.draw(view), args.png)
+            base, row_tiles = _figures()
+            base.save((row_tiles if is_row_tiles else base).draw(view), args.png)
             print(f"written: {args.png}")
     except (ValueError, OSError) as error:
         print(f"sgl-prefix-attn explain: {error}", file=sys.stderr)
@@ -54,32 +55,31 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _figure():
+def _figures():
     try:
-        from sgl_prefix_attn.explain import figure
+        from sgl_prefix_attn.explain import figure, row_tile_figure
     except ImportError as error:
         raise ValueError(f"--png needs matplotlib ({error}): pip install matplotlib") from None
-    return figure
+    return figure, row_tile_figure
 
 
 def plan_view(args: argparse.Namespace):
-    """Plan and decide as a server on this GPU would with the shipped calibrations."""
+    """Plan and decide as a server on this GPU would with the shipped calibrations.
+
+    Returns a PlanView or RowTileView, and whether it is the latter.
+    """
     from sgl_prefix_attn.cli.plan_spec import read_spec
+    from sgl_prefix_attn.explain.row_tile_view import row_tile_view
     from sgl_prefix_attn.explain.view import view
-    from sgl_prefix_attn.plan import Planner
-    from sgl_prefix_attn.plan.tile_defaults import gpu_tile_set
-    from sgl_prefix_attn.predict import store
-    from sgl_prefix_attn.predict.predictor import Predictor
-    from sgl_prefix_attn.predict.record import CalibrationKey
+    from sgl_prefix_attn.plan.forest import build_forest
     from sgl_prefix_attn.step.evaluate import evaluate
     from sgl_prefix_attn.step.policy import BatchFacts
 
     heads = heads_on_rank(*parse_heads(args.heads), args.head_dim, tp=1)
-    name, num_sms = GPUS[args.gpu]
-    key = CalibrationKey(name, heads, "bfloat16", 1)
-    found = store.find(key, num_sms, folders=store.Folders(None, store.SHIPPED)).calibration
-    tile_set = gpu_tile_set(num_sms, heads)
-    planner = Planner(heads, tile_set=tile_set, strategy=args.strategy, costs=found.costs)
+    server = server_on(GPUS[args.gpu], heads, args.kernels, args.strategy)
     facts = BatchFacts(strategy=args.strategy)
-    done = evaluate(read_spec(args.spec), facts, planner, Predictor(found))
-    return view(done.plan, done.decision, heads, tile_set)
+    paths = read_spec(args.spec)
+    done = evaluate(paths, facts, server.planner, server.predictor)
+    if server.tile_set is None:
+        return row_tile_view(done.plan, build_forest(paths), done.decision, server.planner), True
+    return view(done.plan, done.decision, heads, server.tile_set), False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sgl_prefix_attn.records import HeadConfig
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from sgl_prefix_attn.execute.backends.family import Family
     from sgl_prefix_attn.plan.tiles import TileSet
     from sgl_prefix_attn.predict.record import Calibration
-    from sgl_prefix_attn.step.evaluate import StepPlanner, TimePredictor
+    from sgl_prefix_attn.step.evaluate import TimePredictor
 
 
 class Gpu(NamedTuple):
@@ -35,10 +35,11 @@ KERNELS = ("auto", "row_tiles", "triton")
 
 @dataclass(frozen=True)
 class Server:
-    """What decides about a server's decode batches; tile_set: of packs, None for row tiles."""
+    """What decides about a server's decode batches; tile_set: of packs, None for row tiles, whose
+    planner is another."""
 
     family: Family
-    planner: StepPlanner
+    planner: Any
     predictor: TimePredictor
     calibration: Calibration
     tile_set: TileSet | None

@@ -33,3 +33,25 @@ def read_paths(file: Path) -> PathTable:
         raise ValueError(f"{file}: has no {error}") from None
     except (TypeError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from None
+
+
+def served(text: str) -> str:
+    """What the server decided that wrote the file; "" for anything else.
+
+    Raises ValueError that names the file.
+    """
+    if not Path(text).is_file():
+        return ""
+    content = orjson.loads(Path(text).read_bytes())
+    if (decision := content.get("decision")) is None:
+        return ""
+    try:
+        said = f"served: {decision['variant']} kernels ({decision['reason']})"
+        if decision["prefix_us"] is None:
+            return said
+        return (
+            f"{said}, predicted {decision['prefix_us']:.1f} us, "
+            f"FlashInfer {decision['stock_us']:.1f} us"
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{text}: its decision cannot be read: {error!r}") from None

@@ -1,9 +1,9 @@
-"""Which CTA runs which work item, as the planner estimates it."""
+"""Which CTA runs which work item, as the planners estimate it."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from sgl_prefix_attn.explain.view import PlanView
@@ -12,7 +12,8 @@ from sgl_prefix_attn.plan.work import ITEM_TOKENS, SHARED_CTAS, SHARED_TOKEN, TA
 
 @dataclass(frozen=True)
 class Run:
-    """One work item for one KV head on one CTA; times in KV tokens of a tails CTA."""
+    """One work item for one KV head on one CTA; times in KV tokens of a tails CTA, or in what
+    in_rounds was given."""
 
     cta: int
     item: int
@@ -43,3 +44,16 @@ def schedule(view: PlanView, tile: int) -> Iterator[Run]:
             start, cta = free[0]
             heapq.heapreplace(free, (start + cost, cta))
             yield Run(cta, i, head, start, start + cost)
+
+
+def in_rounds(costs: Sequence[float], heads: int, ctas: int) -> Iterator[Run]:
+    """Tickets of row tiles, items that cost so much: dealt in turn to all CTAs, every second round
+    backwards."""
+    free = [0.0] * ctas
+    for ticket in range(len(costs) * heads):
+        turn, place = divmod(ticket, ctas)
+        cta = place if turn % 2 == 0 else ctas - 1 - place
+        item, head = divmod(ticket, heads)
+        start = free[cta]
+        free[cta] = start + costs[item]
+        yield Run(cta, item, head, start, free[cta])

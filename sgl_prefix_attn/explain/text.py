@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import Group
 from rich.table import Column, Table
@@ -10,15 +10,18 @@ from rich.text import Text
 from rich.tree import Tree
 
 from sgl_prefix_attn.explain.schedule import num_ctas, schedule
-from sgl_prefix_attn.explain.view import PackView, PlanView
-from sgl_prefix_attn.records import Decision
+from sgl_prefix_attn.explain.view import NodeView, PackView, PlanView
+from sgl_prefix_attn.records import Decision, StepPlan
 
 MOST_ROWS = 24  # of a table; a plan of a large batch has thousands of packs
 
 
 def render(view: PlanView) -> Group:
     """Forest, packs, queues and totals, to be printed by a rich Console."""
-    return Group(_forest(view), Text(), _packs(view), Text(), _queues(view), Text(), _totals(view))
+    return Group(
+        forest_tree(view.nodes, view.plan.batch_size), Text(), _packs(view), Text(), _queues(view),
+        Text(), totals(view.plan, view.decision, "packs"),
+    )  # fmt: skip
 
 
 def request_list(requests: Iterable[int]) -> str:
@@ -38,17 +41,16 @@ def tile_name(view: PlanView, tile: int) -> str:
     return f"{kind} {config.block_m}x{config.block_n}"
 
 
-def _forest(view: PlanView) -> Tree:
-    plan = view.plan
-    tree = Tree(f"forest: {plan.batch_size} requests, {len(view.nodes)} shared nodes")
+def forest_tree(nodes: Sequence[NodeView], batch_size: int) -> Tree:
+    tree = Tree(f"forest: {batch_size} requests, {len(nodes)} shared nodes")
     branches: dict[int, Tree] = {-1: tree}
-    for i, node in enumerate(view.nodes[:MOST_ROWS]):
+    for i, node in enumerate(nodes[:MOST_ROWS]):
         branches[i] = branches[node.parent].add(
             f"node {i}: {node.end - node.start} tokens [dim]{node.start}:{node.end}[/], "
             f"requests {request_list(node.requests)}"
         )
-    if len(view.nodes) > MOST_ROWS:
-        tree.add(f"... and {len(view.nodes) - MOST_ROWS} more")
+    if len(nodes) > MOST_ROWS:
+        tree.add(f"... and {len(nodes) - MOST_ROWS} more")
     return tree
 
 
@@ -107,23 +109,21 @@ def _queues(view: PlanView) -> Table:
     return table
 
 
-def _totals(view: PlanView) -> Text:
-    stats = view.plan.stats
+def totals(plan: StepPlan, decision: Decision, kernels: str) -> Text:
+    """What one layer reads, and what a server that runs `kernels` would choose."""
+    stats = plan.stats
     ratio = stats.kv_tokens_query_centric / stats.kv_tokens_read
+    chosen = f"a server that runs {kernels} would run {decision.variant} kernels"
+    times = decision.predicted
+    predicted = (
+        f"predicted per layer: prefix kernels {times.prefix_us:.1f} us, FlashInfer "
+        f"{times.stock_us:.1f} us\n"
+        if times
+        else ""
+    )
     return Text(
         f"KV tokens read per layer: {stats.kv_tokens_read}; unique {stats.kv_tokens_unique}; "
         f"one request at a time {stats.kv_tokens_query_centric} ({ratio:.2f}x)\n"
-        f"partial results {stats.num_partials}; words {view.plan.words.size}\n"
-        f"{_decision(view.decision)}"
-    )
-
-
-def _decision(decision: Decision) -> str:
-    chosen = f"a server that runs packs would run {decision.variant} kernels ({decision.reason})"
-    times = decision.predicted
-    if times is None:
-        return chosen
-    return (
-        f"predicted per layer: prefix kernels {times.prefix_us:.1f} us, FlashInfer "
-        f"{times.stock_us:.1f} us\n{chosen}"
+        f"partial results {stats.num_partials}; words {plan.words.size}\n"
+        f"{predicted}{chosen} ({decision.reason})"
     )

@@ -18,8 +18,10 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "docs/images/six-requests.json"
 
 
 def explained(spec, *options):
+    """A plan of packs."""
     parser = main.build_parser()
-    return plan_view(parser.parse_args(["explain", str(spec), *options]))
+    arguments = ["explain", str(spec), "--kernels", "triton", *options]
+    return plan_view(parser.parse_args(arguments))[0]
 
 
 @pytest.fixture(scope="module")
