@@ -27,7 +27,7 @@ def draw(findings: Findings, layers: int) -> Figure:
     _line(shared, at, [look.tokens / look.unique for look in looks], OTHER, "reuse")
     saved = shared.twinx()
     _line(saved, at, [look.saved for look in looks], PREFIX, "KV reads saved")
-    _finish(saved, "", "upper right")
+    _finish(saved, "", on_right=True)
     saved.set_ylim(0, 1)
     _finish(shared, "Concurrent reuse (left), share of KV reads saved (right)")
     for run, colour, name in (
@@ -50,9 +50,9 @@ def _line(ax: Axes, x: list[float], y: list[float], colour: str, name: str) -> N
     ax.step(x, y, where="post", color=colour, linewidth=0.8, label=name)
 
 
-def _finish(ax: Axes, title: str, names_at: str = "upper left") -> None:
+def _finish(ax: Axes, title: str, on_right: bool = False) -> None:
     ax.set_title(title, loc="left", fontsize=10, color=INK)
     ax.set_ylim(bottom=0)
     ax.tick_params(colors=MUTED, labelsize=8, length=0)
     ax.spines[:].set_visible(False)
-    ax.legend(loc=names_at, frameon=False, fontsize=8)
+    ax.legend(loc="upper right" if on_right else "upper left", frameon=False, fontsize=8)

@@ -22,9 +22,14 @@ class Reading:
     cut: int
 
 
-def read(lines: Iterable[bytes]) -> Reading:
+def read(lines: Iterable[bytes], words: bool = False) -> Reading:
     """Read a trace. In a log of SGLang's, lines about anything else are passed over; so are empty
-    ones. Raises ValueError where no line is a request, with what is wrong with the first."""
+    ones.
+
+    words  of text, each word is a token, not four characters
+
+    Raises ValueError where no line is a request, with what is wrong with the first.
+    """
     builder = TraceBuilder()
     bad, cut = 0, 0
     problems: list[tuple[int, str]] = []
@@ -34,7 +39,7 @@ def read(lines: Iterable[bytes]) -> Reading:
         if line.isspace() or (is_log and not sglang_log.is_finished(line)):
             continue
         try:
-            request = trace_lines.parse(line)
+            request = trace_lines.parse(line, words)
             builder.add(request)
             cut += request.is_cut
         except ValueError as error:

@@ -3,6 +3,8 @@
 Mooncake's   {"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [...]}
 generic      {"prompt": token ids or text, "output_length": n, "arrival": s, "n": 1}; the last two
              may be left out, and the prompt may be called input_ids or text
+SGLang's     {"conversations": [{"content": prompt}, {"content": answer}], "output_len": n,
+custom data  "timestamp": ms}; the last two may be left out
 SGLang's log of requests, sglang_log.py
 """
 
@@ -21,23 +23,28 @@ BLOCK = 32  # prompt tokens that are compared at once
 CHARACTERS = 4  # of text are taken for a token
 
 
-def parse(line: bytes) -> Request:
-    """Read a line that is not empty. Raises ValueError that says what is wrong with it."""
+def parse(line: bytes, words: bool = False) -> Request:
+    """Read a line that is not empty; words: of text, each word is a token.
+
+    Raises ValueError that says what is wrong with it.
+    """
     logged = sglang_log.parse(line)
     if logged is not None:
-        prompt = _content(logged.prompt, logged.is_cut)
+        prompt = _content(logged.prompt, words, logged.is_cut)
         return _request(
             prompt, logged.arrival, logged.output, size=logged.tokens, is_cut=logged.is_cut
         )
     row = _json(line)
     if "hash_ids" in row:
         return _mooncake(row)
+    if "conversations" in row:
+        return _conversation(row, words)
     given = [row[name] for name in ("prompt", "input_ids", "text") if row.get(name) is not None]
     if not given:
-        raise ValueError("it has neither hash_ids nor prompt (input_ids, text)")
+        raise ValueError("it has neither hash_ids nor prompt (input_ids, text) nor conversations")
     arrival = row.get("arrival")
     return _request(
-        _content(given[0], False),
+        _content(given[0], words),
         None if arrival is None else _number(row, "arrival"),
         _count(row, "output_length"),
         samples=_count(row, "n") if "n" in row else 1,
@@ -59,6 +66,20 @@ def _mooncake(row: dict[str, Any]) -> Request:
     )
 
 
+def _conversation(row: dict[str, Any], words: bool) -> Request:
+    try:
+        prompt, answer = (turn["content"] for turn in row["conversations"][:2])
+    except (TypeError, KeyError, ValueError):
+        raise ValueError("its conversations are no prompt and answer with their content") from None
+    if "output_len" in row:
+        output = _count(row, "output_len")
+    else:
+        content, per_token = _content(answer, words)
+        output = -(-content.size // per_token)
+    arrival = _number(row, "timestamp") / 1e3 if "timestamp" in row else None
+    return _request(_content(prompt, words), arrival, output)
+
+
 def _request(prompt, arrival, output, *, size=None, samples=1, is_cut=False) -> Request:
     content, per_token = prompt
     return Request(
@@ -73,10 +94,12 @@ def _request(prompt, arrival, output, *, size=None, samples=1, is_cut=False) -> 
     )
 
 
-def _content(prompt: Any, is_cut: bool) -> tuple[np.ndarray, int]:
-    """What the prompt is made of, tokens or characters, and how many of them are a token; of one
-    that was cut only whole blocks."""
-    if isinstance(prompt, str):
+def _content(prompt: Any, words: bool, is_cut: bool = False) -> tuple[np.ndarray, int]:
+    """What the prompt is made of, tokens, words or characters, and how many of them are a token; of
+    one that was cut only whole blocks."""
+    if isinstance(prompt, str) and words:
+        content, per_token = np.array([hash(word) for word in prompt.split()], np.int64), 1
+    elif isinstance(prompt, str):
         content, per_token = _characters(prompt), CHARACTERS
     elif isinstance(prompt, list):
         content, per_token = _integers(prompt), 1

@@ -22,7 +22,8 @@ def add_parser(commands) -> None:
         "trace",
         type=Path,
         metavar="TRACE",
-        help="JSON lines (Mooncake's, or prompt and output_length), or a log of --log-requests",
+        help="JSON lines (Mooncake's, SGLang's custom data, or prompt and output_length) or "
+        "a log of --log-requests",
     )
     parser.add_argument("--gpu", choices=GPUS, default="H100", help="to predict for (H100)")
     heads = parser.add_mutually_exclusive_group()
@@ -36,6 +37,9 @@ def add_parser(commands) -> None:
         "--kv-tokens", type=count, help="of the KV pool (what the GPU has room for)"
     )
     parser.add_argument("--step-ms", type=amount, help="of all but attention (from the weights)")
+    parser.add_argument(
+        "--words", action="store_true", help="of text each word is a token, not four characters"
+    )
     parser.add_argument("--rate", type=amount, help="requests a second (as the trace says)")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw it, needs matplotlib")
     parser.set_defaults(run=run)
@@ -69,7 +73,7 @@ def analyze(args: argparse.Namespace, console: Console) -> None:
     with Progress(transient=True, console=Console(stderr=True), disable=not to_person) as progress:
         with progress.open(args.trace, "rb", description="reading") as lines:
             try:
-                reading = trace_file.read(lines)
+                reading = trace_file.read(lines, args.words)
             except ValueError as error:
                 raise ValueError(f"{args.trace}: {error}") from None
         trace = reading.trace.at_rate(args.rate) if args.rate else reading.trace

@@ -27,6 +27,11 @@ def generic(**fields):
     return orjson.dumps({"output_length": 4} | fields)
 
 
+def conversation(prompt, answer, **fields):
+    turns = [{"content": prompt}, {"content": answer}]
+    return orjson.dumps({"conversations": turns} | fields)
+
+
 def logged(text=None, ids=None, tokens=3):
     """A line of SGLang's log; text and ids as they stand there."""
     return TEXT_LINE.format(text=text, ids=ids, tokens=tokens).encode()
@@ -86,6 +91,25 @@ def test_text_counts_four_characters_for_a_token():
     trace = read(generic(prompt=text), generic(text=text[:256] + "x" * 44)).trace
     assert trace.prompt.tolist() == [75, 75] and trace.count.tolist() == [3, 3]
     assert shared(trace, 0, 1) == 2
+
+
+def test_sglang_s_custom_data():
+    trace = read(
+        conversation("a" * 130, "b" * 9),
+        conversation("a" * 128 + "xy", "", output_len=7),
+    ).trace
+    assert trace.prompt.tolist() == [33, 33] and trace.output.tolist() == [3, 7]
+    assert shared(trace, 0, 1) == 1
+    later = read(*(conversation("a", "b", timestamp=at) for at in (500, 0))).trace
+    assert later.arrival.tolist() == [0, 0.5]
+
+
+def test_words_may_be_tokens():
+    text = " ".join(f"{i:x}" for i in range(80))
+    lines = [conversation(text, "0 0 0"), conversation(text[:-2] + "zz", "0"), generic(text="a b")]
+    trace = trace_file.read(lines, words=True).trace
+    assert trace.prompt.tolist() == [80, 80, 2] and trace.output.tolist() == [3, 1, 4]
+    assert shared(trace, 0, 1) == 2 and shared(trace, 0, 2) == 0
 
 
 def test_n_samples_are_n_requests():
@@ -152,6 +176,10 @@ def test_other_lines_of_a_log_are_passed_over():
         (b"\xff\xfe", "no JSON"),
         (b"[1]", "no JSON object"),
         (b"{}", "neither hash_ids nor prompt"),
+        (b'{"conversations": [{"content": "a"}]}', "no prompt and answer"),
+        (b'{"conversations": 5}', "no prompt and answer"),
+        (b'{"conversations": [{"content": 5}, {}], "output_len": 1}', "no prompt and answer"),
+        (conversation(5, "a", output_len=1), "neither a list"),
         (mooncake(0, 600, 1, [1]), "1 hash_ids for 600 tokens"),
         (mooncake(0, 600, 1, [1, -2]), "integers of at least 0"),
         (mooncake(0, 600, 1, [1, 2.5]), "integers of at least 0"),
