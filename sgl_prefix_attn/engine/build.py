@@ -88,8 +88,8 @@ def self_test_verdict(runner, heads: HeadConfig, again: bool) -> Verdict:
         if known is not None and (known.why_not is None or not again):
             return known
     logger.info("trying the row-tile kernels, once for these versions: %s", subject)
-    index = torch.cuda.current_device() if device.type == "cuda" else None
-    verdict = run_self_test(subject, str(torch.device(device.type, index)))
+    here = f"cuda:{torch.cuda.current_device()}" if device.type == "cuda" else device.type
+    verdict = run_self_test(subject, here)
     if folder is not None:
         remember(folder, verdict)
     return verdict
