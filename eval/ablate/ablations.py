@@ -139,8 +139,6 @@ ABLATIONS: dict[str, Callable[[Step], Prepared]] = {
     "separate_merge": lambda step: _separate(step, step.best()),
     "dynamic_queue": lambda step: _separate(step, step.best(), dynamic=True),
     "dependent_launch": lambda step: _fused(step, step.best(), pdl=True),
-    "prefetch": lambda step: _fused(step, step.best(), prefetch=True),
     "packs": packs,
     "packs_serial": partial(packs, parallel_tiles=False),
-    "packs_prefetch": partial(packs, prefetch=True),
 }

@@ -39,7 +39,6 @@ class Report:
     smem              bytes of shared memory
     tiles_in_flight   K and V tiles that the software pipeline of one CTA has under way at once
     wgmma             whether Hopper's warp-group MMA is used
-    prefetches        instructions that bring a line into L2
     """
 
     registers: int
@@ -48,7 +47,6 @@ class Report:
     smem: int
     tiles_in_flight: int
     wgmma: bool
-    prefetches: int
 
 
 def compile_all(
@@ -76,7 +74,7 @@ def _try(tile: TileConfig, target: Target) -> Report | str:
         return f"{type(error).__name__}: {lines[-1]}"
 
 
-def report(tile: TileConfig, target: Target, prefetch: bool = False) -> Report:
+def report(tile: TileConfig, target: Target) -> Report:
     """Compile one tile with the arguments that TritonBackend gives it."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -89,7 +87,7 @@ def report(tile: TileConfig, target: Target, prefetch: bool = False) -> Report:
     kernel = tails_kernel if tile.requests else shared_kernel
     heads = target.heads
     constants = {
-        **forward_constants(heads, tile, 0, prefetch),
+        **forward_constants(heads, tile, 0),
         "HAS_SOFT_CAP": False,
         "HAS_LSE": False,
     }
@@ -117,7 +115,6 @@ def report(tile: TileConfig, target: Target, prefetch: bool = False) -> Report:
         smem=compiled.metadata.shared,
         tiles_in_flight=_tiles_in_flight(compiled.asm["ttgir"], wgmma),
         wgmma=wgmma,
-        prefetches=sass.count("CCTL.E.PF2"),
     )
 
 

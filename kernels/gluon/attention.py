@@ -61,7 +61,6 @@ def row_tile_kernel(
     HAS_LSE: gl.constexpr,
     PDL: gl.constexpr,
     PRODUCER_WARPS: gl.constexpr,
-    PREFETCH: gl.constexpr,
     FUSED_MERGE: gl.constexpr,
     DYNAMIC: gl.constexpr,
     CONSUMER_REGS: gl.constexpr,
@@ -70,7 +69,7 @@ def row_tile_kernel(
     """Grid (SMs,): not more, because parts of a tile wait for one another."""
     S = Shape(
         HEADS, GROUP, HEAD_DIM, STAGES, ITEM, BIT_KEYS, HAS_CAP, HAS_LSE, PDL,
-        PRODUCER_WARPS, PREFETCH, FUSED_MERGE, DYNAMIC,
+        PRODUCER_WARPS, FUSED_MERGE, DYNAMIC,
     )  # fmt: skip
     if PDL:
         let_next_kernel_start()

@@ -38,7 +38,6 @@ def kernel_constants(
     has_cap: bool,
     has_lse: bool,
     pdl: bool,
-    prefetch: bool = False,
     fused_merge: bool = True,
     dynamic: bool = False,
 ) -> dict:
@@ -60,18 +59,11 @@ def kernel_constants(
         "HAS_LSE": has_lse,
         "PDL": pdl,
         "PRODUCER_WARPS": PRODUCER_WARPS,
-        "PREFETCH": prefetch,
         "FUSED_MERGE": fused_merge,
         "DYNAMIC": dynamic,
         "CONSUMER_REGS": config.consumer_regs,
         "PRODUCER_REGS": config.producer_regs,
     }
-
-
-def prefetch_fits(num_sms: int, head_dim: int, l2_bytes: int) -> bool:
-    """Whether the blocks that all CTAs ask for ahead stay in L2 until they are copied (the capacity
-    rule of asynchronous KV prefetching, its Eq. 2); of 16-bit KV."""
-    return num_sms * W.PRE * 2 * W.BLOCK * head_dim * 2 <= l2_bytes
 
 
 def compiler_options() -> dict:

@@ -18,7 +18,6 @@ from .shape import (
     advance,
     blocks_of,
     group_barrier,
-    prefetch_line,
     ticket_of,
     wait_for_kernel_before,
 )
@@ -78,9 +77,6 @@ def produce(
     offs_n = gl.arange(0, BLOCK, gl.SliceLayout(1, L))
     offs_k = gl.arange(0, BLOCK, KL)
     offs_d = gl.arange(0, S.HEAD_DIM, gl.SliceLayout(0, L))
-    # of a block that is prefetched: its keys, then its values
-    offs_p = gl.arange(0, 2 * BLOCK, gl.BlockedLayout([1], [32], [S.PRODUCER_WARPS], [0]))
-    ahead = offs_p * 0 - 1
 
     turn = 0
     ticket = ticket_of(0)
@@ -110,15 +106,6 @@ def produce(
             at = gl.where(i < PRE, item * PRE + i, rest + i - PRE)
             ok = s0 >= 0  # elsewhere the address is not read
             slot = s0.to(gl.int64)
-            if S.PREFETCH:
-                # Block i + PRE - 1, whose slots the block before this one asked for. The rings are
-                # full while memory keeps up: this waits for room in them.
-                if (i > 0) & (i + PRE - 1 < num_blocks):
-                    row = ahead.to(gl.int64)
-                    p_row = gl.where(offs_p < BLOCK, p_k + row * stride_k, p_v + row * stride_v)
-                    for line in gl.static_range(0, S.HEAD_DIM, 64):
-                        prefetch_line(p_row + line, ahead >= 0)
-                ahead = gl.load(slots_ptr + (rest + i) * BLOCK + offs_p % BLOCK)
             mbarrier.wait(rings.k_free.index(stage), phase ^ 1)
             async_copy.async_copy_global_to_shared(
                 rings.kv.index(2 * stage),

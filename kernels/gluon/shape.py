@@ -35,7 +35,6 @@ class Shape:
     STAGES    blocks of K, and of V, that the rings hold
     ITEM, BIT_KEYS  item_words(GROUP) and has_bit_keys(GROUP) of words.py
     HAS_CAP   cap the logits; HAS_LSE write the LSE; PDL wait for the kernel before by hand
-    PREFETCH  ask for rows ahead of the rings in L2
     FUSED_MERGE  merge split tiles here; without it partial results are left to another kernel
     DYNAMIC   a CTA that is done takes the next ticket off counters[0] rather than its own next one
     """
@@ -50,14 +49,13 @@ class Shape:
     HAS_LSE: gl.constexpr
     PDL: gl.constexpr
     PRODUCER_WARPS: gl.constexpr
-    PREFETCH: gl.constexpr
     FUSED_MERGE: gl.constexpr
     DYNAMIC: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, HEADS, GROUP, HEAD_DIM, STAGES, ITEM, BIT_KEYS, HAS_CAP, HAS_LSE, PDL,
-        PRODUCER_WARPS, PREFETCH, FUSED_MERGE, DYNAMIC,
+        PRODUCER_WARPS, FUSED_MERGE, DYNAMIC,
     ):  # fmt: skip
         self.HEADS = gl.constexpr(HEADS)
         self.GROUP = gl.constexpr(GROUP)
@@ -69,7 +67,6 @@ class Shape:
         self.HAS_LSE = gl.constexpr(HAS_LSE)
         self.PDL = gl.constexpr(PDL)
         self.PRODUCER_WARPS = gl.constexpr(PRODUCER_WARPS)
-        self.PREFETCH = gl.constexpr(PREFETCH)
         self.FUSED_MERGE = gl.constexpr(FUSED_MERGE)
         self.DYNAMIC = gl.constexpr(DYNAMIC)
 
@@ -152,25 +149,6 @@ def let_next_kernel_start():
         "griddepcontrol.launch_dependents; mov.u32 $0, 0;",
         "=r",
         [],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def prefetch_line(p, ok):
-    """Start to bring the 128 bytes at each of pointers p into L2, where ok. (A bulk prefetch of
-    whole rows would be one instruction a lane, in turn: its address is the warp's.)"""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred ok;
-        setp.ne.b32 ok, $2, 0;
-        @ok prefetch.global.L2 [$1];
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r",
-        [p.to(gl.int64), ok.to(gl.int32)],
         dtype=gl.int32,
         is_pure=False,
         pack=1,

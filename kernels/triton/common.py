@@ -89,31 +89,3 @@ def store(
     )
     tl.store(partial_state_ptr + i_partial * 2, b_lse, mask=partial)
     tl.store(partial_state_ptr + i_partial * 2 + 1, b_scale, mask=partial)
-
-
-@triton.jit
-def prefetch_rows(p_k, p_v, p_slots, mask, stride_k, stride_v, HEAD_DIM: tl.constexpr):
-    """Start to bring the K and V rows of the slots at p_slots [N] into L2, where mask; rows of
-    16-bit elements, a multiple of 64 of them."""
-    b_slot = tl.load(p_slots, mask=mask, other=0).to(tl.int64)
-    for i in tl.static_range(0, HEAD_DIM, 64):
-        prefetch_line(p_k + b_slot * stride_k + i, mask)
-        prefetch_line(p_v + b_slot * stride_v + i, mask)
-
-
-@triton.jit
-def prefetch_line(p, mask):
-    """Start to bring the 128 bytes at each of pointers p into L2, where mask; NVIDIA GPUs alone."""
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred ok;
-        setp.ne.b32 ok, $2, 0;
-        @ok prefetch.global.L2 [$1];
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r",
-        [p.to(tl.int64), mask.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )

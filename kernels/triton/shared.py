@@ -23,7 +23,6 @@ from .common import (
     ITEM_WORDS,
     LOG2_E,
     attend,
-    prefetch_rows,
     soft_cap,
     split_range,
     store,
@@ -84,7 +83,6 @@ def shared_kernel(
     TILE: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     HAS_LSE: tl.constexpr,
-    PREFETCH: tl.constexpr,  # blocks ahead that are brought into L2, 0: none
 ):
     p_items = plan_ptr + tl.load(plan_ptr + H_QUEUES + 2 * TILE)
     num_tickets = tl.load(plan_ptr + H_QUEUES + 2 * TILE + 1) * NUM_KV_HEADS
@@ -120,12 +118,6 @@ def shared_kernel(
         whole = start + (end - start) // BLOCK_N * BLOCK_N
         qk_scale = sm_scale * LOG2_E
         for n in range(start, whole, BLOCK_N):
-            if PREFETCH > 0:
-                offs_a = n + PREFETCH * BLOCK_N + tl.arange(0, BLOCK_N)
-                prefetch_rows(
-                    k_ptr + i_head * HEAD_DIM, v_ptr + i_head * HEAD_DIM, p_slots + offs_a,
-                    offs_a < end, stride_k, stride_v, HEAD_DIM,
-                )  # fmt: skip
             b_max, b_sum, b_acc = _block(
                 n, end, b_q, b_max, b_sum, b_acc, p_k, p_v, p_slots, stride_k, stride_v, mask_d,
                 qk_scale, logits_soft_cap, BLOCK_N, False, HAS_SOFT_CAP,

@@ -24,7 +24,6 @@ from .common import (
     ITEM_WORDS,
     LOG2_E,
     attend,
-    prefetch_rows,
     soft_cap,
     split_range,
     store,
@@ -60,7 +59,6 @@ def tails_kernel(
     TILE: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     HAS_LSE: tl.constexpr,
-    PREFETCH: tl.constexpr,  # blocks ahead that are brought into L2, 0: none
 ):
     TOKENS: tl.constexpr = BLOCK_N // REQUESTS  # columns of one request
     p_items = plan_ptr + tl.load(plan_ptr + H_QUEUES + 2 * TILE)
@@ -113,12 +111,6 @@ def tails_kernel(
         b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for n in range(0, longest, TOKENS):
             b_token = b_start + n + offs_n % TOKENS
-            if PREFETCH > 0:
-                b_ahead = b_token + PREFETCH * TOKENS
-                prefetch_rows(
-                    k_ptr + i_head * HEAD_DIM, v_ptr + i_head * HEAD_DIM, p_slots + b_ahead,
-                    b_ahead < b_end, stride_k, stride_v, HEAD_DIM,
-                )  # fmt: skip
             mask_n = b_token < b_end
             b_index = tl.load(p_slots + b_token, mask=mask_n, other=0).to(tl.int64)
             # [BLOCK_D, BLOCK_N]

@@ -15,7 +15,6 @@ from sgl_prefix_attn.kernels.gluon.attention import row_tile_kernel
 from sgl_prefix_attn.kernels.gluon.build_options import (
     compiler_options,
     kernel_constants,
-    prefetch_fits,
 )
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -59,7 +58,6 @@ SHAPES = {
     "qwen": ((4, 7, 128), {"dtype": "fp16", "has_lse": True, "has_cap": True}),
     "mha-64-pdl": ((16, 1, 64), {"pdl": True, "has_lse": True}),
     "one KV head": ((1, 16, 128), {"has_lse": True}),
-    "prefetch": ((8, 4, 128), {"prefetch": True}),
     "partial results left": ((8, 4, 128), {"fused_merge": False}),
     "dynamic queue": ((8, 4, 128), {"fused_merge": False, "dynamic": True}),
 }
@@ -82,8 +80,6 @@ def test_no_spills_and_hopper_instructions(shape, tmp_path):
     assert "LDGSTS.E.BYPASS.128" in sass, "rows are not copied 16 bytes a thread"
     assert not re.search(r"\b(STL|LDL)\b", sass), "registers are spilled"
     assert ("ACQBULK" in sass) == flags.get("pdl", False)
-    # K or V, a line a thread: two lines of a row of 128
-    assert sass.count("CCTL.E.PF2") == (2 if flags.get("prefetch") else 0)
     # the merge waits for the counter, once a warpgroup
     assert ("CCTL.IVALL" in sass) == flags.get("fused_merge", True)
 
@@ -93,13 +89,6 @@ def test_no_spills_and_hopper_instructions(shape, tmp_path):
 def test_the_wait_for_other_ctas_ends_in_debug_builds(debug):
     ir = build(8, 4, 128, debug=debug).asm["ttgir"]
     assert ("a part of this tile was never counted" in ir) == debug
-
-
-def test_prefetch_keeps_within_l2():
-    """The blocks of an H100's 132 CTAs take 13 MB of its 50; a smaller L2 would lose them."""
-    assert prefetch_fits(132, 128, 50 << 20)
-    assert not prefetch_fits(132, 128, 12 << 20)
-    assert prefetch_fits(132, 64, 12 << 20)
 
 
 def test_unsupported_shapes_are_refused():

@@ -31,7 +31,7 @@ from tests.support.torch_row_tiles import TorchRowTiles
 HEADS = HeadConfig(8, 2, 16)
 CPU = torch.device("cpu")
 TREE = Tree.parse("1,2,6_90,70,50")
-ON_GPU = {"packs", "packs_serial", "packs_prefetch"}  # Triton's kernels
+ON_GPU = {"packs", "packs_serial"}  # Triton's kernels
 
 
 def attend_parts(words, q, k, v, blocks, merges, sm_scale):
@@ -76,7 +76,7 @@ class TorchSeparateMerge(TorchRowTiles):
 @pytest.fixture
 def interpreted(monkeypatch):
     def fused(heads, dtype, device, **flags):
-        assert set(flags) <= {"pdl", "prefetch"}
+        assert set(flags) <= {"pdl"}
         return TorchRowTiles(heads, dtype, device)
 
     monkeypatch.setattr(gluon_backend, "GluonBackend", fused)

@@ -13,7 +13,6 @@ from eval.tune import __main__ as command
 from eval.tune import constraints, solve
 from eval.tune.compiling import Report, Target, loop_spills, report
 from eval.tune.gpus import GPUS
-from sgl_prefix_attn.plan.tile_defaults import default_tile_set
 from sgl_prefix_attn.plan.tiles import TileConfig
 from sgl_prefix_attn.records import HeadConfig
 
@@ -21,7 +20,6 @@ HEADS = HeadConfig(32, 8, 128)
 H100 = GPUS["H100"]
 GOOD = Report(
     registers=168, spilled=0, loop_spills=0, smem=40_000, tiles_in_flight=2, wgmma=False,
-    prefetches=0,
 )  # fmt: skip
 
 ONE_CTA = {"smem": 200_000, "tiles_in_flight": 1}  # an SM, with one tile at a time
@@ -152,15 +150,3 @@ def test_tails_compile_with_any_warps_and_lengths(lengths):
     for warps, requests in itertools.product((2, 4), (1, 4)):
         tile = TileConfig(16, 32, num_warps=warps, num_stages=3, requests=requests)
         assert report(tile, Target(90, HEADS, "fp16", lengths)).registers > 0
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.parametrize("requests", [0, 1])
-def test_prefetching_into_l2_leaves_the_pipeline_alone(requests):
-    """Of K and of V two lines a row of 128; loads stay as many stages ahead, in registers."""
-    tiles = default_tile_set("cpu", HEADS).tiles
-    tile = next(tile for tile in tiles if min(tile.requests, 1) == requests)
-    without, ahead = (report(tile, Target(90, HEADS, "bf16"), on) for on in (False, True))
-    assert (without.prefetches, ahead.prefetches) == (0, 4)
-    assert ahead.tiles_in_flight == without.tiles_in_flight and ahead.loop_spills == 0

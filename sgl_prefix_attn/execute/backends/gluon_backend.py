@@ -16,7 +16,6 @@ from sgl_prefix_attn.kernels.gluon.build_options import (
     CONFIGS,
     compiler_options,
     kernel_constants,
-    prefetch_fits,
 )
 from sgl_prefix_attn.kernels.gluon.slots import append_token_kernel, fill_blocks_kernel
 from sgl_prefix_attn.records import HeadConfig, StepPlan
@@ -54,8 +53,7 @@ class RowTileWorkspace(Workspace):
 class GluonBackend:
     """KernelBackend of Hopper GPUs: one launch a layer, whatever the tree.
 
-    With pdl the kernel starts while the one before it still runs, where that one allows it; with
-    prefetch it asks for KV ahead of its rings in L2, where that has room (an ablation).
+    With pdl the kernel starts while the one before it still runs, where that one allows it.
     """
 
     layout_version: ClassVar[int] = W.VERSION
@@ -73,15 +71,12 @@ class GluonBackend:
         dtype: torch.dtype,
         device: torch.device,
         pdl: bool = False,
-        prefetch: bool = False,
     ):
         self.heads, self.pdl = heads, pdl
         self._dtype, self._device = dtype, device
         gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
         # more CTAs than SMs would wait for parts of CTAs that cannot start
         self.num_sms = gpu.multi_processor_count if gpu else 1
-        fits = gpu is not None and prefetch_fits(self.num_sms, heads.head_dim, gpu.L2_cache_size)
-        self.prefetch = prefetch and fits
 
     def server_capacity(self, max_batch: int, max_tokens: int, headroom: int) -> Capacity:
         """Return enough for max_batch requests over max_tokens KV slots.
@@ -159,7 +154,7 @@ class GluonBackend:
         constants = kernel_constants(
             self.heads.num_kv_heads, self.heads.group_size, self.heads.head_dim,
             has_cap=layer.soft_cap > 0, has_lse=layer.out_lse is not None, pdl=self.pdl,
-            prefetch=self.prefetch, fused_merge=self.fused_merge, dynamic=self.dynamic,
+            fused_merge=self.fused_merge, dynamic=self.dynamic,
         )  # fmt: skip
         row_tile_kernel[(self.num_sms,)](
             layer.q, layer.k_cache, layer.v_cache, layer.out,

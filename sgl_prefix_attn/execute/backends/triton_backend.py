@@ -20,9 +20,7 @@ _MERGE_PARTS = 16
 _MERGE_ELEMENTS = 1024  # of one program's output
 
 
-def forward_constants(
-    heads: HeadConfig, tile: TileConfig, i_tile: int, prefetch: bool = False
-) -> dict:
+def forward_constants(heads: HeadConfig, tile: TileConfig, i_tile: int) -> dict:
     """Return the constants that a tile's kernel is compiled with, flags of the call aside."""
     requests = {"REQUESTS": tile.requests} if tile.requests else {}
     return {
@@ -33,8 +31,6 @@ def forward_constants(
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "TILE": i_tile,
-        # behind those that are in the pipeline of loads
-        "PREFETCH": tile.num_stages if prefetch else 0,
         **requests,
     }
 
@@ -59,7 +55,7 @@ class TritonBackend:
 
     One forward launch per tile, on parallel streams or in turn, then merge. All tiles that a plan
     of so many rows may use are launched every time, whether this plan uses them or not: a captured
-    graph must serve any later plan. parallel_tiles=False and prefetch (into L2) are ablations.
+    graph must serve any later plan. parallel_tiles=False is an ablation.
     """
 
     layout_version: ClassVar[int] = layout.VERSION
@@ -76,11 +72,9 @@ class TritonBackend:
         dtype: torch.dtype,
         device: torch.device,
         parallel_tiles: bool = True,
-        prefetch: bool = False,
     ):
         self.heads = heads
         self.tile_set = tile_set
-        self.prefetch = prefetch
         self._dtype, self._device = dtype, device
         self.grids: dict[tuple[TileConfig, torch.dtype, bool], int] = {}
         on_gpu = device.type == "cuda"
@@ -145,7 +139,7 @@ class TritonBackend:
             layer.out.stride(0), layer.sm_scale, layer.soft_cap,
         )  # fmt: skip
         options = {
-            **forward_constants(self.heads, tile, i_tile, self.prefetch),
+            **forward_constants(self.heads, tile, i_tile),
             **compiler_options(tile),
             "HAS_SOFT_CAP": layer.soft_cap > 0,
             "HAS_LSE": layer.out_lse is not None,
