@@ -88,10 +88,10 @@ def _measure(run: Run, rate: float, server: ServerProcess, client: Client) -> di
 
 
 def _warm_up(load: Load, server: ServerProcess, client: Client) -> None:
-    """Send the first requests of such a load, of other tokens and with short answers, at once."""
+    """Send the first requests of such a load at once, with short answers."""
     sums = accumulate(request.input for request in load.requests[:_REQUESTS])
     number = max(1, sum(tokens <= _PROMPT_TOKENS for tokens in sums))
-    ids = prompts(load.requests[:number], client.seed + 1, client.vocab_size)
+    ids = prompts(load.requests[:number], client.seed, client.vocab_size)
 
     def send(prompt: list[int]) -> None:
         sampling = {"max_new_tokens": _NEW_TOKENS, "ignore_eos": True, "temperature": 0}

@@ -105,7 +105,7 @@ def test_two_loads_on_a_server_of_each_backend(tmp_path):
     command = [sys.executable, "-m", "eval.bench_serving", "--device", "cpu", "--json", str(out)]
     command += ["--model-shape", "tiny", "--max-running", "4", "--backends", "torch_native,prefix"]
     # So close together that four run at the same time, and the others find what those have left.
-    command += ["--loads", "2x12:400+100:400,conversation", "--rates", "400"]
+    command += ["--loads", "2x12:4000+100:400,conversation", "--rates", "400"]
     command += ["--length-scale", "0.1", "--count-scale", "0.03"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -124,6 +124,6 @@ def test_two_loads_on_a_server_of_each_backend(tmp_path):
         attention = row["attention"]
         assert backend in (attention["attention_backend"], attention["decode_attention_backend"])
         assert bool(row["steps"]) == (backend == "prefix")
-    ours = rows["prefix", "2x12:400+100:400"]
+    ours = rows["prefix", "2x12:4000+100:400"]
     assert ours["prefix_share"] > 0 and ours["cached_share"] > 0
     assert 0 < ours["kv_bytes"]["read"] < ours["kv_bytes"]["query_centric"]
