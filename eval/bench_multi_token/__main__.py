@@ -75,7 +75,7 @@ def _lines(rows: list[dict]) -> str:
         if "us" in row:
             text = f"{row['us']:9.1f} us" + (f"  {row['us'] / ours:5.2f} x" if ours else "")
         if "predicted_us" in row:
-            text += f"  (predicted {row['predicted_us']:.1f}, {row['tiles']} tiles)"
+            text += f"  (predicted {row['predicted_us']:.1f})"
         lines.append(f"  {row['provider']:15} {text}")
     return "\n".join(lines)
 

@@ -15,6 +15,7 @@ from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.params import Capacity, LayerParams
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
+from sgl_prefix_attn.predict.prefill_time import PrefillTime
 from sgl_prefix_attn.predict.startup import default_rates
 
 _WORKSPACE_BYTES = 2 << 30
@@ -61,6 +62,14 @@ def prefix(case: Case, workload: Workload) -> Prepared:
     return Prepared(run, facts)
 
 
+def _stock_us(case: Case, workload: Workload) -> float:
+    """What the policy of extend batches predicts of stock prefill."""
+    unique = build_forest(workload.tree.paths(), workload.query_lens).unique_tokens
+    return PrefillTime(case.heads).stock(
+        workload.tree.paths().seq_lens, workload.query_lens, unique
+    )
+
+
 def flashinfer(backend: str) -> Callable[[Case, Workload], Prepared]:
     """FlashInfer's paged prefill wrapper, planned as for an eager step."""
 
@@ -96,7 +105,8 @@ def flashinfer(backend: str) -> Callable[[Case, Workload], Prepared]:
         def run(layer: int) -> torch.Tensor:
             return wrapper.run(case.q, case.kv(layer), out=outs[layer])
 
-        return Prepared(run, {"plan_us": plan_us(plan, case.device)})
+        facts = {"predicted_us": _stock_us(case, workload), "plan_us": plan_us(plan, case.device)}
+        return Prepared(run, facts)
 
     return prepare
 
@@ -124,7 +134,7 @@ def fa3(case: Case, workload: Workload) -> Prepared:
             num_splits=0,
         )
 
-    return Prepared(run, {})
+    return Prepared(run, {"predicted_us": _stock_us(case, workload)})
 
 
 PROVIDERS: dict[str, Callable[[Case, Workload], Prepared]] = {
