@@ -122,8 +122,8 @@ def _record_extends(extend, steps: Path):
     """Extend batches that may run a plan, where prefix is the prefill backend, too."""
     prepare = extend.ExtendPreparer.prepare
 
-    def recorded(self, batch, query_lens):
-        step = prepare(self, batch, query_lens)
+    def recorded(self, batch, query_lens, *against):
+        step = prepare(self, batch, query_lens, *against)
         plan = step.new_plan
         record = {
             "extend": query_lens.tolist(),
