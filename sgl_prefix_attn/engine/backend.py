@@ -52,6 +52,11 @@ def create_stock(runner) -> AttentionBackend:
     return ATTENTION_BACKENDS["torch_native" if runner.device == "cpu" else "flashinfer"](runner)
 
 
+def create_stock_prefill(runner) -> AttentionBackend:
+    """SGLang's own backend on a Hopper GPU for prefill, FlashAttention 3."""
+    return ATTENTION_BACKENDS["fa3"](runner)
+
+
 class PrefixAttnBackend(AttentionBackend):
     """Decode attention that reads every shared KV prefix once."""
 
@@ -72,6 +77,7 @@ class PrefixAttnBackend(AttentionBackend):
         planner, predictor = None, None
         self._padding: Any = None  # the step that captures run, where there is one
         self._extends: Extends | None = None
+        self._stock_prefill = self.stock  # of extend batches
         # A target model that verifies never decodes, but its other batches may run plans.
         speculates = model_facts.speculative(runner.server_args)
         if self._model_problem in (None, speculates):
@@ -83,8 +89,10 @@ class PrefixAttnBackend(AttentionBackend):
         ):
             built = build(runner, self._heads, settings)
             self._extends = build_extends(
-                runner, self._heads, settings, counters, self.stock, built
+                runner, self._heads, settings, counters, self._stock_of, built
             )
+            if self._extends is not None and runner.device != "cpu":
+                self._stock_prefill = create_stock_prefill(runner)
         if self._model_problem is None:
             planner, predictor = built.planner, built.predictor
             self._executor = built.executor
@@ -198,7 +206,7 @@ class PrefixAttnBackend(AttentionBackend):
         if self._extends is not None and self._extends.begin(forward_batch):
             return
         if not step.is_prefix or step.cross_check:
-            self.stock.init_forward_metadata(forward_batch)
+            self._stock_of(forward_batch).init_forward_metadata(forward_batch)
         if step.is_prefix:
             try:
                 self._load(step, forward_batch)
@@ -223,7 +231,9 @@ class PrefixAttnBackend(AttentionBackend):
         if self._active.is_prefix:
             self._load(self._active, forward_batch)
         else:
-            self.stock.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+            self._stock_of(forward_batch).init_forward_metadata_out_graph(
+                forward_batch, in_capture=in_capture
+            )
 
     def init_forward_metadata_in_graph(self, forward_batch) -> None:
         if self._extends is not None and self._extends.is_active:
@@ -231,14 +241,14 @@ class PrefixAttnBackend(AttentionBackend):
         if self._active.is_prefix:
             self._append(forward_batch)
         else:
-            self.stock.init_forward_metadata_in_graph(forward_batch)
+            self._stock_of(forward_batch).init_forward_metadata_in_graph(forward_batch)
 
     # --- attention -------------------------------------------------------------------------------
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
         if self._extends is not None and self._extends.is_active:
             return self._extends.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        return self.stock.forward_extend(
+        return self._stock_of(forward_batch).forward_extend(
             q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
         )
 
@@ -287,6 +297,11 @@ class PrefixAttnBackend(AttentionBackend):
         return out
 
     # --- internals -------------------------------------------------------------------------------
+
+    def _stock_of(self, forward_batch) -> AttentionBackend:
+        """The stock backend of such a batch."""
+        mode = forward_batch.forward_mode
+        return self._stock_prefill if mode.is_extend_without_speculative() else self.stock
 
     def _take_step(self, forward_mode) -> Step:
         """Make the observed step the active one; each is used once."""

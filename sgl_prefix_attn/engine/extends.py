@@ -7,6 +7,7 @@ they are stock. Verification has decode graphs of two variants (graph_variants.p
 """
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ def build_extends(
     heads: HeadConfig,
     settings: Settings,
     counters: StepCounters,
-    stock: AttentionBackend,
+    stock_of: Callable[[Any], AttentionBackend],
     decode: Execution,
 ) -> "Extends | None":
     """Build what runs extend batches beside `decode`; None where all of them are stock: by the
@@ -82,16 +83,19 @@ def build_extends(
         problem=model_facts.unsupported_extend(runner),
     )
     logger.info("--attention-backend prefix: extend batches with shared prefixes run row tiles")
-    return Extends(runner, stock, preparer, planner, executor, counters)
+    return Extends(runner, stock_of, preparer, planner, executor, counters)
 
 
 class Extends:
-    """Observed extend batches, one at a time, and the attention of those that run a plan."""
+    """Observed extend batches, one at a time, and the attention of those that run a plan.
+
+    stock_of  the stock backend of a ForwardBatch
+    """
 
     def __init__(
         self,
         runner,
-        stock: AttentionBackend,
+        stock_of: Callable[[Any], AttentionBackend],
         preparer: ExtendPreparer,
         planner: RowTilePlanner,
         executor: PlanExecutor,
@@ -99,7 +103,7 @@ class Extends:
     ):
         self._req_to_token = runner.req_to_token_pool.req_to_token
         self._kv_pool = runner.token_to_kv_pool
-        self._stock = stock
+        self._stock_of = stock_of
         self._preparer = preparer
         self._executor = executor
         self._counters = counters
@@ -128,18 +132,18 @@ class Extends:
         """
         self.observed = self._active = None
         self._verifies = forward_batch.forward_mode.is_target_verify()
-        asked = _asked(forward_batch)
+        try:
+            asked = _asked(forward_batch)
+        except Exception:  # attention is local to a rank: the others need not know
+            logger.exception("a batch of an unknown shape runs stock attention")
+            return
         if asked is None:
             return
         seq_lens, query_lens, against = asked
         against = against or (graph_problem if self._verifies else self._prefill_graph)
-        step = self._preparer.prepare(
-            RunningBatch(
-                schedule_batch.reqs, schedule_batch.tree_cache, seq_lens, self._req_to_token
-            ),
-            query_lens,
-            against,
-        )
+        reqs, tree_cache = schedule_batch.reqs, schedule_batch.tree_cache
+        batch = RunningBatch(reqs, tree_cache, seq_lens, self._req_to_token)
+        step = self._preparer.prepare(batch, query_lens, against)
         if step.is_prefix:
             self.observed, self._num_queries = step, int(query_lens.sum())
 
@@ -184,7 +188,7 @@ class Extends:
         options = sorted(name for name, value in kwargs.items() if value is not None)
         if options:
             self._leave(f"layer_option:{options[0]}", forward_batch)
-            return self._stock.forward_extend(
+            return self._stock_of(forward_batch).forward_extend(
                 q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
             )
         if save_kv_cache and k is not None:
@@ -237,12 +241,13 @@ class Extends:
         self.only_stock(reason)
         if self._active is not self._capture:
             # In a capture the stock graph of the same size has just left its metadata in place.
-            self._stock.init_forward_metadata(forward_batch)
+            self._stock_of(forward_batch).init_forward_metadata(forward_batch)
         self._active = None
 
     def _over_written_kv(self, q, k, v, layer, forward_batch):
         """Stock attention of a layer whose k and v are in the pool already."""
-        return self._stock.forward_extend(q, k, v, layer, forward_batch, save_kv_cache=False)
+        stock = self._stock_of(forward_batch)
+        return stock.forward_extend(q, k, v, layer, forward_batch, save_kv_cache=False)
 
 
 def _asked(forward_batch) -> tuple[np.ndarray, np.ndarray, str | None] | None:

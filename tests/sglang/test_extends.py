@@ -14,7 +14,7 @@ from sgl_prefix_attn.execute.reference import full_attention
 from sgl_prefix_attn.records import Decision
 from sgl_prefix_attn.settings import Settings
 from tests.sglang.engine import STOCK, Config
-from tests.sglang.fake_server import HKV, HQ, D, Server
+from tests.sglang.fake_server import HKV, HQ, D, Server, Stock
 from tests.sglang.test_outputs import CHECKED, EVERYTHING, REFERENCE
 
 FAULTS = ("swap_chains", "drop_a_token")
@@ -157,6 +157,17 @@ def test_switched_off_or_with_another_backend_for_prefill_they_are_stock(
     q, out = server.extend(server.extend_batch())
     assert out is q and server.stock.calls == ["metadata", "extend"]
     assert not server.backend.counters.extends
+
+
+def test_stock_extend_batches_may_have_a_backend_of_their_own(monkeypatch):
+    """FlashAttention 3 on a Hopper GPU; decode and verification stay with the other."""
+    server = PrefillServer(monkeypatch, Settings(policy="stock"))
+    server.backend._stock_prefill = prefill = Stock([])
+    server.extend(server.extend_batch())
+    assert prefill.calls == ["metadata", "extend"] and not server.stock.calls
+    server.backend.init_forward_metadata(server.batch(1, ForwardMode.TARGET_VERIFY))
+    server.eager_step(1)
+    assert server.stock.calls == ["metadata", "metadata", "decode"] and len(prefill.calls) == 2
 
 
 def test_a_batch_that_was_not_observed_is_stock(monkeypatch):
