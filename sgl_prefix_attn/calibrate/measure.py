@@ -60,7 +60,7 @@ class BatchMeter:
 
         Returns their median microseconds per layer. Raises RuntimeError when the results differ.
         """
-        slots, num_slots = _slots(batch.paths, self.page_size, self.device)
+        slots, num_slots = slots_of(batch.paths, self.page_size, self.device)
         layers = self._layers(num_slots)
         stock = self._stock_timer(batch, slots, layers)
         plan = self.planner.plan(batch.paths)
@@ -79,7 +79,7 @@ class BatchMeter:
 
     def prefix_us(self, plan: Plan, paths: PathTable) -> float:
         """Time any plan over the KV of `paths`; its results are not looked at."""
-        slots, num_slots = _slots(paths, self.page_size, self.device)
+        slots, num_slots = slots_of(paths, self.page_size, self.device)
         return self._prefix_timer(plan, paths, slots, self._layers(num_slots)).us()
 
     def _layers(self, num_slots: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -142,7 +142,7 @@ def tensor_cores(heads: HeadConfig, dtype: torch.dtype) -> bool:
     return heads.group_size >= 4 and dtype in (torch.float16, torch.bfloat16)
 
 
-def _slots(paths: PathTable, page_size: int, device) -> tuple[torch.Tensor, int]:
+def slots_of(paths: PathTable, page_size: int, device) -> tuple[torch.Tensor, int]:
     """Lay out req_to_token int32 [B, longest] with pages in random order, and count its slots."""
     private = paths.seq_lens - prefix_lens(paths)
     sizes = np.concatenate([paths.length, private]).astype(np.int64)

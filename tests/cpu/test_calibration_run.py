@@ -101,7 +101,7 @@ def test_the_meter_runs_any_plan_over_the_kv_of_any_paths(page_size):
     assert meter.prefix_us(padding_plan(planner), unshared(1, 64)) > 0
     paths = path_table([(-1, 48), (0, 16)], [1, 1, 0, -1], [64, 64, 48, 0], [1, 40, 9, 70])
     assert meter.prefix_us(planner.plan(paths), paths) > 0
-    slots, num_slots = measure._slots(paths, page_size, meter.device)
+    slots, num_slots = measure.slots_of(paths, page_size, meter.device)
     (k, v), *_ = layers = meter._layers(num_slots)
     timer = meter._prefix_timer(planner.plan(paths), paths, slots, layers)
     timer.replay()

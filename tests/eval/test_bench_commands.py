@@ -31,6 +31,7 @@ from eval.engine_process import (
 from eval.engine_worker import MARK
 from eval.model_shapes import write_config
 from eval.policy_holdout import __main__ as policy_holdout
+from eval.row_tile_fit import __main__ as row_tile_fit
 from eval.tune import __main__ as tune
 from sgl_prefix_attn.api.argument_checks import lengths, path_table
 from sgl_prefix_attn.execute.backends import gluon_backend
@@ -45,7 +46,7 @@ from sgl_prefix_attn.records import HeadConfig
 
 COMMANDS = (
     ablate, bench_kernel, bench_plan, bench_stages, bench_engine, bench_trace, compare_outputs,
-    policy_holdout, report, sanitize, tune,
+    policy_holdout, report, row_tile_fit, sanitize, tune,
 )  # fmt: skip
 
 

@@ -1,0 +1,1 @@
+"""One time model of row tiles for a GPU: sampled over several head configurations, and judged."""

@@ -1,0 +1,101 @@
+"""python -m eval.row_tile_fit: one time model of row tiles for a GPU, with heads as its inputs.
+
+`sample` times cuts of random batches on this GPU for several head configurations and adds them to a
+file. `fit` reads it on any machine, prints the rates of plan/row_tile_time.py that describe all of
+it best, and how a fit to all head configurations but one does on that one: the time of the cuts
+that it chooses over the best measured. Up to 1.02, one file per GPU is enough.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from eval import provenance
+from eval.cli_values import amount, several
+from eval.row_tile_fit import fitting, measure, samples
+from sgl_prefix_attn.cli.model_heads import parse_heads
+from sgl_prefix_attn.plan.row_tile_time import RowTileRates
+from sgl_prefix_attn.records import HeadConfig
+
+_HEADS = "32/8,16/4,8/2,8/1,64/8,32/4,28/4,40/8"
+ENOUGH = 1.02
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m eval.row_tile_fit", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    take = commands.add_parser("sample", help="on a Hopper GPU")
+    take.add_argument("--heads", type=several(_heads), default=_HEADS, help=f"default {_HEADS}")
+    take.add_argument("--seconds", type=amount, default=50.0, help="of timing, for all heads")
+    take.add_argument("--seed", type=int, default=201)
+    take.add_argument("--jsonl", type=Path, required=True, metavar="FILE")
+    make = commands.add_parser("fit", help="on any machine")
+    make.add_argument("--jsonl", type=Path, required=True, metavar="FILE")
+    make.add_argument("--json", metavar="OUT", help="result file: rates and judgements")
+    args = parser.parse_args(argv)
+    if args.command == "sample":
+        return _sample(args)
+    try:
+        found = samples.read(args.jsonl)
+        return _fit(found, args.json, argv)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+
+
+def _heads(text: str) -> HeadConfig:
+    return HeadConfig(*parse_heads(text), 128)
+
+
+def _sample(args) -> int:
+    device = torch.device("cuda", 0)
+    gpu = torch.cuda.get_device_name(device)
+    print(f"compiling for {len(args.heads)} head configurations", flush=True)
+    measure.compile_all(args.heads, gpu)
+    for heads in args.heads:
+        seconds = args.seconds / len(args.heads)
+        found = list(measure.sample(heads, args.seed, seconds, device, gpu))
+        samples.write(args.jsonl, found)
+        batches = len({sample.batch for sample in found})
+        print(f"{heads}: {len(found)} cuts of {batches} batches", flush=True)
+        torch.cuda.empty_cache()
+    return 0
+
+
+def _fit(found: list[samples.Sample], path: str | None, argv: list[str]) -> int:
+    gpus = {sample.gpu for sample in found}
+    if len(gpus) > 1:
+        raise ValueError(f"--jsonl: samples of several GPUs, {', '.join(sorted(gpus))}")
+    rates = fitting.fit(found)
+    today = RowTileRates()
+    left_out = fitting.leave_one_out(found, rates)
+    rows = []
+    for one in left_out:
+        mine = [sample for sample in found if sample.heads == one.heads]
+        rows.append(asdict(one))
+        for name, judged in (
+            ("left out", one),
+            ("all", fitting.judge(one.heads, mine, rates)),
+            ("today's", fitting.judge(one.heads, mine, today)),
+        ):
+            rows[-1] |= {f"regret of {name}": judged.regret, f"error of {name}": judged.error}
+            print(
+                f"{one.heads:6} {name:8}  error {judged.error:5.3f}  regret {judged.regret:.4f}, "
+                f"worst {judged.worst:.2f}  ({judged.batches} batches)"
+            )
+    for name, value in vars(rates).items():
+        print(f"    {name}: float = {value:.4g}")
+    worst = max(one.regret for one in left_out)
+    print(f"largest regret of a head configuration left out: {worst:.4f}; enough is {ENOUGH}")
+    if path:
+        meta = provenance.collect("eval.row_tile_fit", argv, sampled_on=gpus.pop())
+        provenance.save(path, meta, rows, rates=vars(rates))
+    return 0 if worst <= ENOUGH else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,76 @@
+"""Measured cuts of random batches, one JSON object a line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import orjson
+
+from sgl_prefix_attn.cli.model_heads import parse_heads
+from sgl_prefix_attn.plan.row_tile_time import RowTileRates, part_costs, predict_us
+from sgl_prefix_attn.plan.row_tiles import B_MASKED, B_UNMASKED, Cut, RowTiles
+from sgl_prefix_attn.records import HeadConfig
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One cut of one batch, what its time is predicted from, and its microseconds per layer.
+
+    queries, unmasked, masked, parts  of each tile
+    """
+
+    gpu: str
+    num_sms: int
+    heads: str
+    head_dim: int
+    batch: str
+    unique_tokens: int
+    queries: list[int]
+    unmasked: list[int]
+    masked: list[int]
+    parts: list[int]
+    us: float
+
+    @classmethod
+    def of(
+        cls, gpu: str, num_sms: int, heads: HeadConfig, batch: str, tokens: int, cut: Cut, us: float
+    ) -> Sample:
+        tiles = cut.tiles
+        return cls(
+            gpu, num_sms, f"{heads.num_qo_heads}/{heads.num_kv_heads}", heads.head_dim, batch,
+            tokens, np.diff(tiles.edge).tolist(), tiles.blocks[:, B_UNMASKED].tolist(),
+            tiles.blocks[:, B_MASKED].tolist(), cut.parts.tolist(), us,
+        )  # fmt: skip
+
+    def predicted_us(self, rates: RowTileRates) -> float:
+        heads = HeadConfig(*parse_heads(self.heads), self.head_dim)
+        blocks = np.zeros((len(self.queries), 5), np.int32)
+        blocks[:, B_UNMASKED], blocks[:, B_MASKED] = self.unmasked, self.masked
+        edge = np.cumsum([0, *self.queries]).astype(np.int32)
+        tiles = RowTiles(edge, np.zeros_like(edge), np.zeros((0, 5), np.int32), blocks)
+        costs = part_costs(tiles, heads, rates)
+        parts = np.array(self.parts)
+        return predict_us(tiles, costs, parts, self.unique_tokens, heads, self.num_sms, rates)
+
+
+def write(path: Path, samples: Iterable[Sample]) -> None:
+    """Add samples to a file."""
+    with path.open("ab") as file:
+        for sample in samples:
+            file.write(orjson.dumps(asdict(sample)) + b"\n")
+
+
+def read(path: Path) -> list[Sample]:
+    """Read a file. Raises ValueError that names it and the line that is no sample."""
+    found = []
+    for i, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            found.append(Sample(**orjson.loads(line)))
+        except (orjson.JSONDecodeError, TypeError) as error:
+            raise ValueError(f"{path}, line {i}: {error}") from None
+    if not found:
+        raise ValueError(f"{path}: no sample in it")
+    return found
