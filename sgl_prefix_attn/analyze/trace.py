@@ -88,6 +88,10 @@ class TraceBuilder:
         self._without_arrival = 0
         self._block_tokens = 0
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._arrival
+
     def add(self, request: Request) -> None:
         """Take one more. Raises ValueError where its blocks are not those of the others."""
         if self._block_tokens not in (0, request.block_tokens):
@@ -108,7 +112,7 @@ class TraceBuilder:
 
     def finish(self) -> Trace:
         """Return what was collected. Raises ValueError without any request."""
-        if not self._arrival:
+        if self.is_empty:
             raise ValueError("it holds no request")
         arrival = np.frombuffer(self._arrival)
         prompt, output, count = np.frombuffer(self._sizes, np.int32).reshape(-1, 3).T

@@ -35,7 +35,8 @@ def read(lines: Iterable[bytes], words: bool = False) -> Reading:
     problems: list[tuple[int, str]] = []
     is_log = False
     for number, line in enumerate(lines, 1):
-        is_log = is_log or sglang_log.is_log_line(line)
+        if not is_log and builder.is_empty and sglang_log.is_log_line(line):
+            is_log, bad, problems = True, 0, []  # what stood before is none of the log's lines
         if line.isspace() or (is_log and not sglang_log.is_finished(line)):
             continue
         try:

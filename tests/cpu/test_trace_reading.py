@@ -161,12 +161,18 @@ def test_a_prompt_that_the_log_cuts_shares_its_beginning(line):
 
 def test_other_lines_of_a_log_are_passed_over():
     found = read(
+        b"environ.py:1: UserWarning: before the first line of the log",
         b"[2026-11-22 10:00:09] Receive: obj=GenerateReqInput(rid='a', text='x', input_ids=None)",
         b"[2026-11-22 10:00:09 TP0] Decode batch. #running-req: 2",
         b"Traceback (most recent call last):",
         logged(ids="[3, 4, 5]"),
     )
     assert len(found.trace) == 1 and found.bad == 0
+
+
+def test_a_stray_line_of_a_log_makes_no_log_of_a_trace():
+    found = read(generic(prompt=[1]), b"[2026-11-22 10:00:09] Decode batch.", generic(prompt=[1]))
+    assert len(found.trace) == 2 and found.bad == 1
 
 
 @pytest.mark.parametrize(
