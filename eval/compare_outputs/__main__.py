@@ -55,13 +55,14 @@ def main(argv: list[str]) -> int:
         print("gsm8k was not run: it needs --model-path of a real checkpoint", file=sys.stderr)
         return 2
     end_on_sigterm()
-    meta = provenance.collect(
-        "eval.compare_outputs",
-        argv,
-        seed=seeded_engine.SEED,
-        model_shape=args.model_shape,
-        layers=args.layers,
-    )
+    model = {
+        "seed": seeded_engine.SEED,
+        "model_shape": args.model_shape,
+        "layers": args.layers,
+    }
+    if args.what == "gsm8k":
+        model = {"model": args.model_path.name}
+    meta = provenance.collect("eval.compare_outputs", argv, **model)
     with tempfile.TemporaryDirectory(prefix=f"compare-{args.what}-") as folder:
         try:
             rows = _rows(Path(folder), args)

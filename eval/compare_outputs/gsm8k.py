@@ -24,18 +24,25 @@ def judge_servers(folder: Path, args) -> list[dict]:
                 backend,
                 args.model_path,
                 folder,
-                arguments=("--random-seed", "1"),
+                arguments=("--random-seed", "1", "--enable-metrics"),
                 on_cpu=args.device.type == "cpu",
             ) as server:
                 server.wait_until_healthy()
                 said = _ask(server, folder, args)
+                steps = _prefix_steps(server)
         except ServerError as error:
             raise EngineError(f"{backend}: {error}\n{error.log_tail}") from None
         found = figures(said)
         first = rows[0]["accuracy"] if rows else found["accuracy"]
         wrong = problem(first, found["accuracy"], args.questions)
-        rows.append({"backend": backend, "questions": args.questions, **found, "problem": wrong})
-        print(f"  {backend}: accuracy {found['accuracy']:.3f}, invalid {found['invalid']:.3f}")
+        rows.append(
+            {"backend": backend, "questions": args.questions, **found}
+            | {"prefix_steps": steps, "problem": wrong}
+        )
+        print(
+            f"  {backend}: accuracy {found['accuracy']:.3f}, invalid {found['invalid']:.3f}, "
+            f"{steps} prefix steps"
+        )
         if wrong:
             print(f"    WRONG: {wrong}", flush=True)
     return rows
@@ -58,11 +65,17 @@ def problem(first: float, other: float, questions: int) -> str | None:
     return f"accuracy {other:.3f}, the first backend's {first:.3f}, chance {allowed:.3f}"
 
 
+def _prefix_steps(server: ServerProcess) -> int:
+    name, variant = "sglang:prefix_attn_steps_total", ("variant", "prefix")
+    counters = server.counters().items()
+    return int(sum(n for (found, labels), n in counters if found == name and variant in labels))
+
+
 def _ask(server: ServerProcess, folder: Path, args) -> str:
     place = urlsplit(server.url)
     command = [
         *(sys.executable, "-m", "sglang.test.few_shot_gsm8k"),
-        *("--host", f"http://{place.hostname}", "--port", str(place.port)),
+        *("--host", str(place.hostname), "--port", str(place.port)),
         *("--num-questions", str(args.questions)),
         *(("--data-path", str(args.data_path.resolve())) if args.data_path else ()),
     ]
