@@ -59,6 +59,11 @@ class RowTilePlanner:
         self.headroom = headroom
         self.capacity = capacity
 
+    @property
+    def tile_queries(self) -> int:
+        """Queries that fill a tile."""
+        return W.queries_per_tile(self.heads.group_size)
+
     def plan(self, paths: PathTable, query_lens: np.ndarray | None = None) -> RowTilePlan:
         """Plan one step of as many queries a request (int32 [B], None: one, a decode step).
 

@@ -119,11 +119,14 @@ class ExtendPreparer:
             return decide_extend(policy, against, False, None), None
         forest = self._read(batch, query_lens)
         shares = forest.parent.size > 0
-        decision = decide_extend(policy, None, shares, None)
+        predicts = self._predictor is not None and policy != PREFIX
+        if predicts and query_lens.mean() >= self._planner.tile_queries:
+            against = "full_tiles"  # each request fills tiles alone; planning them takes longest
+        decision = decide_extend(policy, against, shares, None)
         if decision.variant == STOCK:
             return decision, None
         plan = self._planner.plan_forest(forest)
-        if self._predictor is not None and policy != PREFIX:
+        if self._predictor is not None and predicts:
             stock_us = self._predictor.stock(forest.seq_lens, query_lens, forest.unique_tokens)
             decision = decide_extend(policy, None, shares, Prediction(stock_us, plan.predicted_us))
             if decision.variant == STOCK:

@@ -121,6 +121,17 @@ def test_the_faster_one_runs_by_prediction():
     assert prepare(forced, shared_world()).decision == Decision("prefix", "forced")
 
 
+def test_requests_that_fill_tiles_by_themselves_are_not_planned():
+    """Where times decide; 32 queries of a group of four fill one."""
+    lens, times = (40, 40, 40, 9), Times(1e9)
+    step = prepare(preparer(predictor=times), shared_world(), lens)
+    assert step.decision == Decision("stock", "full_tiles")
+    assert prepare(preparer(predictor=times), shared_world(), (40, 40, 40, 7)).new_plan
+    assert prepare(preparer(), shared_world(), lens).new_plan
+    forced = preparer(Settings(policy="prefix"), predictor=times)
+    assert prepare(forced, shared_world(), lens).new_plan
+
+
 def test_the_order_of_reasons():
     slow = Prediction(1.0, 2.0)
     assert decide_extend("stock", "tree:x", True, slow).reason == "tree:x"
