@@ -18,6 +18,7 @@ import torch
 from eval import provenance
 from eval.cli_values import amount, several
 from eval.row_tile_fit import fitting, measure, samples
+from sgl_prefix_attn.calibrate.batches import draw
 from sgl_prefix_attn.cli.model_heads import parse_heads
 from sgl_prefix_attn.plan.row_tile_time import RowTileRates
 from sgl_prefix_attn.records import HeadConfig
@@ -56,12 +57,15 @@ def _sample(args) -> int:
     gpu = torch.cuda.get_device_name(device)
     print(f"compiling for {len(args.heads)} head configurations", flush=True)
     measure.compile_all(args.heads, gpu)
+    # the same for all of them, more than there is time for
+    drawn = draw(args.seed, 400, measure.POOL_TOKENS)
+    batches = {f"{args.seed}:{i}": batch for i, batch in enumerate(drawn)}
     for heads in args.heads:
         seconds = args.seconds / len(args.heads)
-        found = list(measure.sample(heads, args.seed, seconds, device, gpu))
+        found = list(measure.sample(heads, batches, seconds, device, gpu))
         samples.write(args.jsonl, found)
-        batches = len({sample.batch for sample in found})
-        print(f"{heads}: {len(found)} cuts of {batches} batches", flush=True)
+        met = len({sample.batch for sample in found})
+        print(f"{heads}: {len(found)} cuts of {met} batches", flush=True)
         torch.cuda.empty_cache()
     return 0
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 
 from eval.row_tile_fit.samples import Sample
-from sgl_prefix_attn.calibrate.batches import Batch, draw
+from sgl_prefix_attn.calibrate.batches import Batch
 from sgl_prefix_attn.calibrate.measure import slots_of
 from sgl_prefix_attn.calibrate.timing import LayerTimer, medians_us
 from sgl_prefix_attn.execute.backends import gluon_backend
@@ -22,7 +22,7 @@ from sgl_prefix_attn.plan.row_tile_planner import HOPELESS, RowTilePlanner
 from sgl_prefix_attn.plan.row_tiles import Cut
 from sgl_prefix_attn.records import HeadConfig
 
-_POOL_TOKENS = 256 << 10
+POOL_TOKENS = 256 << 10
 _COLD_BYTES = 200e6  # that a graph reads, four times the L2 cache
 _CUTS = 4  # of each batch: those predicted best, and some that the planner leaves
 
@@ -42,18 +42,17 @@ def compile_all(all_heads: list[HeadConfig], gpu: str) -> None:
 
 
 def sample(
-    heads: HeadConfig, seed: int, seconds: float, device: torch.device, gpu: str
+    heads: HeadConfig, batches: Mapping[str, Batch], seconds: float, device: torch.device, gpu: str
 ) -> Iterator[Sample]:
-    """Yield samples of so many seconds; all head configurations meet the same batches in order."""
+    """Yield samples of so many seconds, of one named batch after the other."""
     backend = gluon_backend.GluonBackend(heads, torch.bfloat16, device)
     planner = RowTilePlanner(heads, num_sms=backend.num_sms, headroom=0)
     planner.warm_up()
     generator = torch.Generator(device).manual_seed(0)
-    shape = (2, 2 * _POOL_TOKENS, heads.num_kv_heads, heads.head_dim)
+    shape = (2, 2 * POOL_TOKENS, heads.num_kv_heads, heads.head_dim)
     kv = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
-    batches = draw(seed, 400, _POOL_TOKENS)
     end = time.monotonic() + seconds
-    for i, batch in enumerate(batches):
+    for name, batch in batches.items():
         if time.monotonic() > end:
             return
         forest = build_forest(batch.paths)
@@ -61,9 +60,7 @@ def sample(
         plans = [planner.serialize(forest, cut) for cut in cuts]
         times = _times(backend, plans, batch, kv)
         for cut, us in zip(cuts, times, strict=True):
-            yield Sample.of(
-                gpu, planner.num_sms, heads, f"{seed}:{i}", forest.unique_tokens, cut, us
-            )
+            yield Sample.of(gpu, planner.num_sms, heads, name, forest.unique_tokens, cut, us)
 
 
 def chosen(cuts: list[Cut]) -> list[Cut]:

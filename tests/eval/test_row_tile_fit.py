@@ -93,10 +93,10 @@ def test_samples_of_every_head_configuration(monkeypatch, tmp_path, capsys):
     """The command on the CPU: the interpreter stands for the kernels, batches are tiny."""
     monkeypatch.setattr(gluon_backend, "GluonBackend", TorchRowTiles)
     monkeypatch.setattr(measure, "compile_all", lambda heads, gpu: None)
-    monkeypatch.setattr(measure, "_POOL_TOKENS", 4096)
+    monkeypatch.setattr(measure, "POOL_TOKENS", 4096)
     monkeypatch.setattr(measure, "_COLD_BYTES", 0)
     tiny = [Batch("tiny", random_paths(seed, 5, 3)) for seed in range(2)]
-    monkeypatch.setattr(measure, "draw", lambda *args: tiny)
+    monkeypatch.setattr(command, "draw", lambda *args: tiny)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(command.torch, "device", lambda *args: torch.empty(0).device)
