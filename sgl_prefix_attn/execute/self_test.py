@@ -15,6 +15,7 @@ from sgl_prefix_attn.execute.backends.kernel_backend import KernelBackend
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.params import Capacity, LayerParams
 from sgl_prefix_attn.execute.reference import full_attention
+from sgl_prefix_attn.execute.self_test_process import NOT_TRIED
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.records import HeadConfig, PathTable, StepPlan
@@ -84,11 +85,17 @@ def check_kernels(
 
 
 def main(argv: list[str]) -> int:
-    """Try every plan of one subject (self_test_process.Subject as JSON) on a device."""
+    """Try every plan of one subject (self_test_process.Subject as JSON) on a device; return
+    NOT_TRIED where that has no room, or lets no other process in."""
     from sgl_prefix_attn.execute.backends.gluon_backend import GluonBackend
 
     subject, device = orjson.loads(argv[0]), torch.device(argv[1])
     heads, dtype = HeadConfig(**subject["heads"]), getattr(torch, subject["dtype"])
+    try:
+        torch.empty(1 << 24, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        print(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        return NOT_TRIED
     backend = GluonBackend(heads, dtype, device)
     planner = RowTilePlanner(heads, num_sms=backend.num_sms, headroom=2)
     forest = build_forest(self_test_paths())

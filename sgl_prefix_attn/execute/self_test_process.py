@@ -25,6 +25,7 @@ from sgl_prefix_attn.records import HeadConfig
 
 logger = logging.getLogger(__name__)
 
+NOT_TRIED = 75  # exit status of the process where the device has no room for it
 # Importing torch and compiling take most of it, on a busy host several times as long.
 DEADLINE_S = 180.0
 _COMMAND = [sys.executable, "-m", "sgl_prefix_attn.execute.self_test"]
@@ -58,13 +59,18 @@ class Subject:
 
 @dataclass(frozen=True)
 class Verdict:
-    """why_not: what went wrong, None where the kernels passed."""
+    """why_not: what went wrong, None where the kernels passed.
+
+    lasts: it says something about the kernels; False where they could not be tried just now.
+    """
 
     subject: Subject
     why_not: str | None
+    lasts: bool = True
 
     def encode(self) -> bytes:
-        return orjson.dumps(asdict(self), option=orjson.OPT_INDENT_2) + b"\n"
+        fields = {"subject": asdict(self.subject), "why_not": self.why_not}
+        return orjson.dumps(fields, option=orjson.OPT_INDENT_2) + b"\n"
 
     @classmethod
     def decode(cls, text: bytes) -> Verdict:
@@ -111,7 +117,9 @@ def remembered(folder: Path, subject: Subject) -> Verdict | None:
 
 
 def remember(folder: Path, verdict: Verdict) -> None:
-    """Write a verdict, at once for other processes; without a place for it, only say so."""
+    """Write a verdict that lasts, at once for other processes; without a place, only say so."""
+    if not verdict.lasts:
+        return
     path = path_of(folder, verdict.subject)
     part = path.with_suffix(f".{os.getpid()}.part")
     try:
@@ -147,7 +155,7 @@ def run_self_test(subject: Subject, device: str) -> Verdict:
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         except OSError as error:
-            return Verdict(subject, f"not started: {error}")
+            return Verdict(subject, f"not started: {error}", lasts=False)
         try:
             status = process.wait(DEADLINE_S)
         except subprocess.TimeoutExpired:
@@ -160,4 +168,5 @@ def run_self_test(subject: Subject, device: str) -> Verdict:
         log.seek(0)
         lines = log.read().decode(errors="replace").strip().splitlines()
     last = lines[-1] if lines else "nothing said"
-    return Verdict(subject, f"exit status {status}: {last[:300]}")
+    why_not = f"exit status {status}: {last[:300]}"
+    return Verdict(subject, why_not, lasts=status != NOT_TRIED)

@@ -129,6 +129,25 @@ def test_row_tiles_that_fail_leave_packs(code, deadline, text, trying, caplog, m
     assert not start(caplog)[1] and text in caplog.text and "trying" not in caplog.text
 
 
+def test_where_the_device_has_no_room_the_next_start_tries_again(trying, caplog):
+    trying(f"import sys; print('no room'); sys.exit({self_test_process.NOT_TRIED})")
+    assert not start(caplog)[1] and "exit status 75: no room" in caplog.text
+    trying("")
+    assert start(caplog)[1]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, torch.AcceleratorError, torch.OutOfMemoryError])
+def test_the_process_says_that_it_has_no_room(error, monkeypatch, capsys):
+    def full(*args, **where):
+        raise error("out of memory\nand much more")
+
+    monkeypatch.setattr(self_test.torch, "empty", full)
+    subject = self_test_process.Subject.of("cpu", HEADS, "float32", 0.0, {})
+    arguments = [orjson.dumps(asdict(subject)).decode(), "cpu"]
+    assert self_test.main(arguments) == self_test_process.NOT_TRIED
+    assert capsys.readouterr().out == f"{error.__name__}: out of memory\n"
+
+
 def test_a_process_that_does_not_start_is_a_failure(trying, caplog, monkeypatch):
     trying("")
     monkeypatch.setattr(self_test_process, "_COMMAND", ["/no/such/python"])
