@@ -67,7 +67,8 @@ def analyze(args: argparse.Namespace, console: Console) -> None:
 
     figures = _figures() if args.png else None
     gpu, model = GPUS[args.gpu], _model(args)
-    server = server_on(gpu, model.heads, args.kernels)
+    heads = model.heads
+    server = server_on(gpu, heads, args.kernels)
     costs = _costs(args, model, server)
     to_person = sys.stderr.isatty()
     with Progress(transient=True, console=Console(stderr=True), disable=not to_person) as progress:
@@ -89,7 +90,8 @@ def analyze(args: argparse.Namespace, console: Console) -> None:
 
         findings = Findings(simulated("stock"), simulated("auto"), float(trace.arrival[-1]))
     console.print(
-        f"simulated: {gpu.name}, {model.heads}, {model.layers} layers, {server.family}, "
+        f"simulated: {gpu.name}, {model.layers} layers with {heads.num_qo_heads}/"
+        f"{heads.num_kv_heads} heads of {heads.head_dim}, {server.family}, "
         f"calibration {server.calibration.source}; {costs.most_running} requests at most, "
         f"{costs.kv_tokens:,} KV tokens; a decode step takes {1e3 * costs.step:.2f} ms "
         f"+ {1e6 * costs.request:.1f} us a request + attention\n",
