@@ -132,9 +132,11 @@ def backend_arguments(backend: str) -> dict:
 
 
 def backend_env(backend: str) -> dict[str, str]:
-    """Return environment variables of a backend name: prefix:KERNELS forces a family of kernels."""
+    """Return environment variables of a backend name: prefix:KERNELS forces a family of kernels,
+    prefix/DECODE lets prefill run plans."""
     kernels = backend.partition(":")[2]
-    return {"SGL_PREFIX_ATTN_KERNELS": kernels} if kernels else {}
+    env = {"SGL_PREFIX_ATTN_KERNELS": kernels} if kernels else {}
+    return env | ({"SGL_PREFIX_ATTN_PREFILL": "1"} if backend.startswith("prefix/") else {})
 
 
 def folder_name(backend: str) -> str:

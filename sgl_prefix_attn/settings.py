@@ -48,11 +48,11 @@ class Settings:
         "and know the strategy `calibrated` alone.",
     )
     prefill: bool = _variable(
-        True,
+        False,
         _FLAG,
-        "Where `prefix` is the prefill backend, too: extend and verify batches whose requests "
-        "share cached prefixes run row tiles where that is predicted to be faster; 0 leaves all to "
-        "stock attention.",
+        "With 1, where `prefix` is the prefill backend, too: extend and verify batches whose "
+        "requests share cached prefixes run row tiles where that is predicted to be faster. Not "
+        "yet tried in a server with a GPU.",
     )
     headroom: int = _variable(
         64,

@@ -21,7 +21,7 @@ def test_values_are_parsed():
             "SGL_PREFIX_ATTN_STRATEGY": "pat",
             "SGL_PREFIX_ATTN_POLICY": "stock",
             "SGL_PREFIX_ATTN_KERNELS": "row_tiles",
-            "SGL_PREFIX_ATTN_PREFILL": "0",
+            "SGL_PREFIX_ATTN_PREFILL": "1",
             "SGL_PREFIX_ATTN_HEADROOM": "128",
             "SGL_PREFIX_ATTN_MAX_VARIANT_BS": "0",
             "SGL_PREFIX_ATTN_CHECK": "1",
@@ -33,7 +33,7 @@ def test_values_are_parsed():
         }
     )
     assert settings == Settings(
-        "pat", "stock", "row_tiles", False, 128, 0, True, 4, "dumps/1", 7, True
+        "pat", "stock", "row_tiles", True, 128, 0, True, 4, "dumps/1", 7, True
     )  # fmt: skip
 
 

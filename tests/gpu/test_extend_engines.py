@@ -33,7 +33,11 @@ def runs(tmp_path_factory):
     """Two stock engines, and one whose extend batches all run plans, shared prefixes or not."""
 
     def config(name, scenarios=SCENARIOS, **engine):
-        env = {"SGL_PREFIX_ATTN_CPU_PLATFORM": "0", "SGL_PREFIX_ATTN_POLICY": "prefix"}
+        env = {
+            "SGL_PREFIX_ATTN_CPU_PLATFORM": "0",
+            "SGL_PREFIX_ATTN_POLICY": "prefix",
+            "SGL_PREFIX_ATTN_PREFILL": "1",
+        }
         return Config(f"extends-{name}", scenarios, ENGINE | MIXED | engine, env)
 
     faulty = (*SCENARIOS, ("siblings", "swap_chains"))

@@ -40,7 +40,11 @@ def runs(tmp_path_factory):
     }
 
     def config(name, scenarios=SCENARIOS, **engine):
-        env = {"SGL_PREFIX_ATTN_CPU_PLATFORM": "0", "SGL_PREFIX_ATTN_POLICY": "prefix"}
+        env = {
+            "SGL_PREFIX_ATTN_CPU_PLATFORM": "0",
+            "SGL_PREFIX_ATTN_POLICY": "prefix",
+            "SGL_PREFIX_ATTN_PREFILL": "1",
+        }
         return Config(f"verify-{name}", scenarios, ENGINE | engine, env)
 
     faulty = (*SCENARIOS, ("siblings", "swap_chains"))

@@ -92,7 +92,7 @@ class Server:
     def __init__(
         self,
         monkeypatch,
-        settings=Settings(headroom=8),  # noqa: B008
+        settings=Settings(headroom=8, prefill=True),  # noqa: B008
         tp_size=1,
         prefill="torch_native",
     ):

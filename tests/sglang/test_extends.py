@@ -18,17 +18,18 @@ from tests.sglang.fake_server import HKV, HQ, D, Server, Stock
 from tests.sglang.test_outputs import CHECKED, EVERYTHING, REFERENCE
 
 FAULTS = ("swap_chains", "drop_a_token")
+PLANNED = {**CHECKED, "SGL_PREFIX_ATTN_CHECK_EVERY": "1", "SGL_PREFIX_ATTN_PREFILL": "1"}
 ENGINE = Config(
     "extends",
     EVERYTHING + tuple(("siblings", fault) for fault in (*FAULTS, "planner_error")),
     {"prefill_attention_backend": "prefix", "chunked_prefill_size": 64, "enable_mixed_chunk": True},
-    {**CHECKED, "SGL_PREFIX_ATTN_CHECK_EVERY": "1"},
+    PLANNED,
 )
 ROW_TILES = Config(
     "extends_of_row_tiles",
     (("siblings", ""), ("two_turns", "")),
     {"prefill_attention_backend": "prefix", "page_size": 16},
-    {"PROBE_ROW_TILES": "1", **CHECKED, "SGL_PREFIX_ATTN_CHECK_EVERY": "1"},
+    {"PROBE_ROW_TILES": "1", **PLANNED},
 )
 
 
@@ -148,7 +149,7 @@ def test_padding_rows_are_zero(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("settings", "prefill"), [(Settings(prefill=False), "prefix"), (Settings(), "torch_native")]
+    ("settings", "prefill"), [(Settings(), "prefix"), (Settings(prefill=True), "torch_native")]
 )
 def test_switched_off_or_with_another_backend_for_prefill_they_are_stock(
     monkeypatch, settings, prefill
@@ -161,7 +162,7 @@ def test_switched_off_or_with_another_backend_for_prefill_they_are_stock(
 
 def test_stock_extend_batches_may_have_a_backend_of_their_own(monkeypatch):
     """FlashAttention 3 on a Hopper GPU; decode and verification stay with the other."""
-    server = PrefillServer(monkeypatch, Settings(policy="stock"))
+    server = PrefillServer(monkeypatch, Settings(policy="stock", prefill=True))
     server.backend._stock_prefill = prefill = Stock([])
     server.extend(server.extend_batch())
     assert prefill.calls == ["metadata", "extend"] and not server.stock.calls
@@ -223,7 +224,7 @@ def test_a_layer_option_turns_prefill_to_stock(monkeypatch):
 
 
 def test_cross_check_counts_a_layer_that_differs(monkeypatch):
-    server = PrefillServer(monkeypatch, Settings(check=True, check_every=2))
+    server = PrefillServer(monkeypatch, Settings(check=True, check_every=2, prefill=True))
     for _ in range(3):
         server.extend(server.extend_batch())
     assert server.stock.calls == ["metadata", "extend"], "every second batch"
@@ -238,5 +239,7 @@ def test_without_row_tiles_prefill_is_stock(monkeypatch, caplog):
         extends_module.sglang_config, "attention_backends", lambda args: ("prefix", "prefix")
     )
     with caplog.at_level("INFO"):
-        found = extends_module.build_extends(runner, None, Settings(), None, None, decode)
+        found = extends_module.build_extends(
+            runner, None, Settings(prefill=True), None, None, decode
+        )
     assert found is None and "no row tiles" in caplog.text

@@ -216,7 +216,7 @@ def test_padding_rows_of_a_replay_are_zero(server, monkeypatch):
 
 def test_a_size_without_a_prefix_graph_is_stock(monkeypatch):
     monkeypatch.setitem(PLAIN_SERVER, "speculative_algorithm", "EAGLE")
-    server = Server(monkeypatch, Settings(max_variant_bs=2), prefill="prefix")
+    server = Server(monkeypatch, Settings(max_variant_bs=2, prefill=True), prefill="prefix")
     runner = VerifyRunner(server)
     runner.capture()
     assert labels(runner) == [(4, None), (2, None), (2, "prefix"), (1, None), (1, "prefix")]
@@ -226,7 +226,9 @@ def test_a_size_without_a_prefix_graph_is_stock(monkeypatch):
 
 def test_a_cross_checked_batch_runs_eagerly(monkeypatch):
     monkeypatch.setitem(PLAIN_SERVER, "speculative_algorithm", "EAGLE")
-    server = Server(monkeypatch, Settings(check=True, check_every=2), prefill="prefix")
+    server = Server(
+        monkeypatch, Settings(check=True, check_every=2, prefill=True), prefill="prefix"
+    )
     runner = VerifyRunner(server)
     runner.capture()
     assert [runner.verify(grown)[3] for grown in (1, 2, 3)] == [True, False, True]
