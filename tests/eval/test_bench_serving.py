@@ -1,7 +1,7 @@
 """eval.bench_serving: what it asks of servers and client, keeps, and says when they fail.
 
 Server and client are stand-ins on the search path, started like the real ones; the real ones run in
-tests/sglang/test_serving.py.
+test_serving.py.
 """
 
 import json
