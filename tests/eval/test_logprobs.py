@@ -8,8 +8,8 @@ from eval.compare_outputs.__main__ import main
 
 pytestmark = pytest.mark.engine
 
-SMALL = ("--device", "cpu", "--model-shape", "tiny", "--layers", "2", "--page-size", "1")
-REQUESTS = ("--scenarios", "padding", "--scale", "16", "--backends", "torch_native,prefix")
+SMALL = ("--device", "cpu", "--model-shape", "tiny", "--layers", "3", "--page-size", "1")
+REQUESTS = ("--scenarios", "padding", "--scale", "8", "--backends", "torch_native,prefix")
 
 
 def test_prefix_steps_give_stock_log_probabilities_and_a_fault_is_found(tmp_path, capsys):
