@@ -3,7 +3,7 @@
 import pytest
 
 from eval.compare_outputs import faults, scenarios
-from sgl_prefix_attn.plan import Planner
+from sgl_prefix_attn.plan import Planner, row_tile_planner
 from sgl_prefix_attn.records import HeadConfig
 from tests.support.forests import path_table, planner
 
@@ -16,7 +16,8 @@ def test_faults_that_were_planted_are_counted(tmp_path, monkeypatch):
     assert faults.times_planted(log) == 0
     monkeypatch.setenv(faults.FAULT_ENV, "swap_tails")
     monkeypatch.setenv(faults.LOG_ENV, str(log))
-    monkeypatch.setattr(Planner, "plan_forest", Planner.plan_forest)
+    for place, name in ((Planner, "plan_forest"), (row_tile_planner, "make_tiles")):
+        monkeypatch.setattr(place, name, getattr(place, name))  # undone at the end
     faults.register()
     for _ in range(2):
         planner(HEADS).plan(PATHS)
