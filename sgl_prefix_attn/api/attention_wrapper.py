@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from sgl_prefix_attn.api import argument_checks as checks
+from sgl_prefix_attn.api.planned_attention import PlannedAttention
 from sgl_prefix_attn.execute.backends.choice import row_tile_backend
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.lse import Lse
-from sgl_prefix_attn.execute.params import Capacity, LayerParams
+from sgl_prefix_attn.execute.params import Capacity
 from sgl_prefix_attn.paths import block_tables as bt
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
@@ -20,7 +21,7 @@ from sgl_prefix_attn.predict.startup import default_rates
 from sgl_prefix_attn.records import HeadConfig, PathTable
 
 
-class PrefixAttentionWrapper:
+class PrefixAttentionWrapper(PlannedAttention):
     """Causal attention of each request's newest tokens that reads shared KV once.
 
         wrapper = PrefixAttentionWrapper(32, 8, 128, device="cuda", dtype=torch.bfloat16)
@@ -54,13 +55,8 @@ class PrefixAttentionWrapper:
         Raises ValueError naming the argument as PrefixDecodeWrapper does, and where the device is
         neither a Hopper GPU nor a CPU or its kernel is not made for such heads.
         """
-        self.heads = HeadConfig(num_qo_heads, num_kv_heads, head_dim)
-        self.device = torch.device(device)
-        checks.wrapper_arguments(head_dim, page_size, self.device, dtype, logits_soft_cap)
-        self.page_size = page_size
-        self.dtype = dtype
-        self.sm_scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
-        self.logits_soft_cap = float(logits_soft_cap)
+        heads = HeadConfig(num_qo_heads, num_kv_heads, head_dim)
+        super().__init__(heads, page_size, device, dtype, sm_scale, logits_soft_cap)
         self._backend = row_tile_backend(self.device, self.heads, dtype)
         self._planner = RowTilePlanner(
             self.heads,
@@ -135,27 +131,7 @@ class PrefixAttentionWrapper:
         """
         if self._executor.plan is None:
             raise RuntimeError("no plan yet: call plan() or plan_block_table() first")
-        k_cache, v_cache = checks.run_tensors(
-            q, kv_cache, out, self.heads, self.dtype, self.device, self._num_queries, self._max_slot
-        )
-        if out is None:
-            out = torch.empty_like(q)
-        lse = None
-        if return_lse:
-            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        self._executor.run(
-            LayerParams(
-                q=q,
-                k_cache=k_cache,
-                v_cache=v_cache,
-                seq_lens=self._seq_lens,
-                out=out,
-                out_lse=lse,
-                sm_scale=self.sm_scale,
-                soft_cap=self.logits_soft_cap,
-            )
-        )
-        return out if lse is None else (out, Lse(lse, "2"))
+        return self._run_layer(q, kv_cache, out, return_lse, self._num_queries)
 
     def _load(
         self,

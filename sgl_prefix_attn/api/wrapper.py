@@ -7,10 +7,11 @@ import numpy as np
 import torch
 
 from sgl_prefix_attn.api import argument_checks as checks
+from sgl_prefix_attn.api.planned_attention import PlannedAttention
 from sgl_prefix_attn.execute.backends.choice import new_backend
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.lse import Lse
-from sgl_prefix_attn.execute.params import Capacity, LayerParams
+from sgl_prefix_attn.execute.params import Capacity
 from sgl_prefix_attn.explain.view import pack_views
 from sgl_prefix_attn.paths import block_tables as bt
 from sgl_prefix_attn.plan import Planner
@@ -19,7 +20,7 @@ from sgl_prefix_attn.predict.startup import default_costs
 from sgl_prefix_attn.records import HeadConfig, PathTable, Plan
 
 
-class PrefixDecodeWrapper:
+class PrefixDecodeWrapper(PlannedAttention):
     """Decode attention that reads KV shared by several requests once.
 
         wrapper = PrefixDecodeWrapper(32, 8, 128, device="cuda", dtype=torch.bfloat16)
@@ -52,13 +53,8 @@ class PrefixDecodeWrapper:
         page_size below 1, a GPU that is not there, dtype other than float16/bfloat16 (or float32 on
         a CPU), unknown strategy.
         """
-        self.heads = HeadConfig(num_qo_heads, num_kv_heads, head_dim)
-        self.device = torch.device(device)
-        checks.wrapper_arguments(head_dim, page_size, self.device, dtype, logits_soft_cap)
-        self.page_size = page_size
-        self.dtype = dtype
-        self.sm_scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
-        self.logits_soft_cap = float(logits_soft_cap)
+        heads = HeadConfig(num_qo_heads, num_kv_heads, head_dim)
+        super().__init__(heads, page_size, device, dtype, sm_scale, logits_soft_cap)
         self._tile_set = default_tile_set(self.device, self.heads)
         self._planner = Planner(
             self.heads,
@@ -140,26 +136,8 @@ class PrefixDecodeWrapper:
         Raises ValueError naming the argument for shapes, dtypes or devices that do not fit the
         plan, RuntimeError before plan().
         """
-        plan = self._planned()
-        k_cache, v_cache = checks.run_tensors(
-            q, kv_cache, out, self.heads, self.dtype, self.device, plan.batch_size, self._max_slot
-        )
-        if out is None:
-            out = torch.empty_like(q)
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
-        self._executor.run(
-            LayerParams(
-                q=q,
-                k_cache=k_cache,
-                v_cache=v_cache,
-                seq_lens=self._seq_lens,
-                out=out,
-                out_lse=lse,
-                sm_scale=self.sm_scale,
-                soft_cap=self.logits_soft_cap,
-            )
-        )
-        return out if lse is None else (out, Lse(lse))
+        rows = self._planned().batch_size
+        return self._run_layer(q, kv_cache, out, return_lse, rows)
 
     def explain(self) -> dict:
         """Return the plan as plain data: statistics, and each pack's queries and KV positions."""
