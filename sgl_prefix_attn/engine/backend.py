@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sgl_prefix_attn.engine import model_facts, sglang_config
 from sgl_prefix_attn.engine.build import build, padding_plan
@@ -27,11 +26,11 @@ from sgl_prefix_attn.engine.counters_of import counters_of
 from sgl_prefix_attn.engine.cross_check import check_layer
 from sgl_prefix_attn.engine.extends import Extends, build_extends, serves_prefill
 from sgl_prefix_attn.engine.graph_variants import GraphVariants
+from sgl_prefix_attn.engine.planned_layer import attend, must_raise, option_of, write_kv
 from sgl_prefix_attn.engine.ranks import agreement
 from sgl_prefix_attn.engine.runner_backend import find_backend
 from sgl_prefix_attn.execute.backends.choice import why_no_backend
 from sgl_prefix_attn.execute.executor import PlanExecutor
-from sgl_prefix_attn.execute.params import LayerParams
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.paths.tree_reader import RunningBatch
 from sgl_prefix_attn.records import Decision
@@ -254,17 +253,14 @@ class PrefixAttnBackend(AttentionBackend):
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
         """Attend in one layer: q [B, Hq * D], k and v [B, Hkv, D]; returns [B, Hq * D]."""
-        options = sorted(name for name, value in kwargs.items() if value is not None)
-        if options and self._active.is_prefix:
-            self._leave_prefix(f"layer_option:{options[0]}", forward_batch)
+        option = option_of(kwargs)
+        if option and self._active.is_prefix:
+            self._leave_prefix(f"layer_option:{option}", forward_batch)
         if not self._active.is_prefix:
             return self.stock.forward_decode(
                 q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
             )
-        if save_kv_cache and k is not None:
-            self.token_to_kv_pool.set_kv_buffer(
-                layer, KVWriteLoc(forward_batch.out_cache_loc), k, v
-            )
+        write_kv(self.token_to_kv_pool, k, v, layer, forward_batch, save_kv_cache)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         # One output for all layers of a graph: a layer's is consumed before the next writes it.
         if self._active is self._padding:
@@ -275,18 +271,7 @@ class PrefixAttnBackend(AttentionBackend):
             if len(q) > batch_size:
                 out[batch_size:] = 0  # padding rows, as in init_cuda_graph_state
         try:
-            self._executor.run(
-                LayerParams(
-                    q=q,
-                    k_cache=self.token_to_kv_pool.get_key_buffer(layer.layer_id),
-                    v_cache=self.token_to_kv_pool.get_value_buffer(layer.layer_id),
-                    seq_lens=forward_batch.seq_lens,
-                    out=out,
-                    out_lse=None,
-                    sm_scale=layer.scaling,
-                    soft_cap=layer.logit_cap,
-                )
-            )
+            attend(self._executor, self.token_to_kv_pool, q, layer, forward_batch, out)
         except Exception as error:
             self._survive(error, forward_batch)
             return self._stock_over_written_kv(q, k, v, layer, forward_batch)
@@ -319,17 +304,9 @@ class PrefixAttnBackend(AttentionBackend):
         self._executor.append(forward_batch.seq_lens, forward_batch.out_cache_loc)
 
     def _survive(self, error: Exception, forward_batch) -> None:
-        """Run stock from here on, after kernels that failed to compile or launch in an eager step.
-
-        Raises the error in a capture (graph_variants.py sees to it), where the CUDA context is
-        lost, and where other ranks would go on with prefix kernels.
-        """
-        capturing = self._active is self._padding
-        if (
-            capturing
-            or sglang_config.parallel().tp_size > 1
-            or isinstance(error, torch.AcceleratorError)
-        ):
+        """Run stock from here on, after kernels that failed to compile or launch in an eager step;
+        raises the error where that cannot be."""
+        if must_raise(error, capturing=self._active is self._padding):
             raise error
         logger.error("prefix kernels failed: %s", error, exc_info=error)
         self._leave_prefix("kernel_error", forward_batch)

@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sgl_prefix_attn.engine import model_facts, sglang_config
 from sgl_prefix_attn.engine.build import Execution, padding_plan
 from sgl_prefix_attn.engine.cross_check import check_layer
+from sgl_prefix_attn.engine.planned_layer import attend, must_raise, option_of, write_kv
 from sgl_prefix_attn.execute.backends.choice import row_tile_backend
 from sgl_prefix_attn.execute.executor import PlanExecutor
-from sgl_prefix_attn.execute.params import LayerParams
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.paths.tree_reader import RunningBatch
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
@@ -185,30 +184,17 @@ class Extends:
 
     def forward(self, q, k, v, layer, forward_batch, save_kv_cache, **kwargs):
         """Attend in one layer: q [Q, Hq * D], k and v [Q, Hkv, D]; returns [Q, Hq * D]."""
-        options = sorted(name for name, value in kwargs.items() if value is not None)
-        if options:
-            self._leave(f"layer_option:{options[0]}", forward_batch)
+        if option := option_of(kwargs):
+            self._leave(f"layer_option:{option}", forward_batch)
             return self._stock_of(forward_batch).forward_extend(
                 q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
             )
-        if save_kv_cache and k is not None:
-            self._kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
+        write_kv(self._kv_pool, k, v, layer, forward_batch, save_kv_cache)
         rows = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = torch.empty_like(rows)
         out[self._num_queries :] = 0  # padding: a model may take statistics over all rows
         try:
-            self._executor.run(
-                LayerParams(
-                    q=rows,
-                    k_cache=self._kv_pool.get_key_buffer(layer.layer_id),
-                    v_cache=self._kv_pool.get_value_buffer(layer.layer_id),
-                    seq_lens=forward_batch.seq_lens,
-                    out=out,
-                    out_lse=None,
-                    sm_scale=layer.scaling,
-                    soft_cap=layer.logit_cap,
-                )
-            )
+            attend(self._executor, self._kv_pool, rows, layer, forward_batch, out)
         except Exception as error:
             self._fail(error, forward_batch)
             return self._over_written_kv(q, k, v, layer, forward_batch)
@@ -223,14 +209,9 @@ class Extends:
         self._executor.load(plan, self._req_to_token, forward_batch.req_pool_indices)
 
     def _fail(self, error: Exception, forward_batch) -> None:
-        """Go on with stock attention after kernels that failed; raises the error in a capture
-        (graph_variants.py sees to it), where the CUDA context is lost, and where other ranks would
-        go on with plans."""
-        if (
-            self._active is self._capture
-            or sglang_config.parallel().tp_size > 1
-            or isinstance(error, torch.AcceleratorError)
-        ):
+        """Go on with stock attention after kernels that failed; raises the error where that cannot
+        be."""
+        if must_raise(error, capturing=self._active is self._capture):
             raise error
         logger.error("prefix kernels failed in an extend batch: %s", error, exc_info=error)
         self._leave("kernel_error", forward_batch)
