@@ -95,21 +95,16 @@ def _record_steps(preparer, steps: Path, fault_file: Path):
             step = prepare(self, batch)
         finally:
             self.settings = settings
-        after, plan = dict(self.counters.plans), step.new_plan
+        after = dict(self.counters.plans)
         record = {
             "rank": _rank(),
-            "variant": step.decision.variant,
-            "reason": step.decision.reason,
+            **_outcome(step, self.counters),
             "causes": [c for c in after if after[c] != before.get(c, 0)],
             "requests_read": bool(read),
             "evicted": sum(evicted),
             "requests": [req.rid for req in batch.reqs],
             "seq_lens": batch.seq_lens.tolist(),
-            "nodes": plan.stats.num_nodes if plan else None,
-            "read": plan.stats.kv_tokens_read if plan else None,
-            "query_centric": plan.stats.kv_tokens_query_centric if plan else None,
-            "cross_check": step.cross_check,
-            "mismatches": self.counters.mismatches,
+            "nodes": step.new_plan.stats.num_nodes if step.new_plan else None,
         }
         with steps.open("a") as out:
             out.write(json.dumps(record) + "\n")
@@ -118,22 +113,26 @@ def _record_steps(preparer, steps: Path, fault_file: Path):
     preparer.StepPreparer.prepare = recorded
 
 
+def _outcome(step, counters) -> dict:
+    """What was decided about a batch, and what its plan, where it has a new one, reads."""
+    plan = step.new_plan
+    return {
+        "variant": step.decision.variant,
+        "reason": step.decision.reason,
+        "read": plan.stats.kv_tokens_read if plan else None,
+        "query_centric": plan.stats.kv_tokens_query_centric if plan else None,
+        "cross_check": step.cross_check,
+        "mismatches": counters.mismatches,
+    }
+
+
 def _record_extends(extend, steps: Path):
     """Extend batches that may run a plan, where prefix is the prefill backend, too."""
     prepare = extend.ExtendPreparer.prepare
 
     def recorded(self, batch, query_lens, *against):
         step = prepare(self, batch, query_lens, *against)
-        plan = step.new_plan
-        record = {
-            "extend": query_lens.tolist(),
-            "variant": step.decision.variant,
-            "reason": step.decision.reason,
-            "read": plan.stats.kv_tokens_read if plan else None,
-            "query_centric": plan.stats.kv_tokens_query_centric if plan else None,
-            "cross_check": step.cross_check,
-            "mismatches": self._counters.mismatches,
-        }
+        record = {"extend": query_lens.tolist(), **_outcome(step, self._counters)}
         with steps.open("a") as out:
             out.write(json.dumps(record) + "\n")
         return step
