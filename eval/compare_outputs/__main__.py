@@ -32,8 +32,6 @@ from eval.compare_outputs.dump import LayerDump
 from eval.compare_outputs.layer_judgement import judge, not_the_step, three_layers
 from eval.engine_process import (
     EngineError,
-    EngineProcess,
-    backend_arguments,
     end_on_sigterm,
     folder_name,
     uses_prefix,
@@ -95,20 +93,10 @@ def _rows(folder: Path, args) -> list[dict]:
 def _judge_engine(backend: str, page_size: int, model: Path, home: Path, args) -> list[dict]:
     """Return the rows of one engine: every scenario, every layer."""
     layers = three_layers(args.layers)
-    folder, fault_log = home / "dumps", home / "fault.log"
+    folder = home / "dumps"
     env = dump.configure(folder, layers, seeded_engine.MAX_RUNNING_REQUESTS)
-    env |= seeded_engine.forced_env(backend)
-    fault = args.fault if uses_prefix(backend) else None
-    if fault:
-        env |= {faults.FAULT_ENV: fault, faults.LOG_ENV: str(fault_log)}
-    arguments = seeded_engine.engine_arguments(model, args.device, page_size)
-    arguments |= backend_arguments(backend)
-    if not args.graphs:
-        arguments["disable_cuda_graph"] = True
     vocab = seeded_engine.vocab(args.model_shape)
-    with EngineProcess(arguments, home / "engine", plugin=dump.__name__, env=env) as engine:
-        planted = f" with {fault} planted" if fault else ""
-        print(f"{backend}{planted}, page size {page_size}: up after {engine.start_s} s", flush=True)
+    with seeded_engine.judged(backend, page_size, model, home, args, dump, env) as engine:
         for name in args.scenarios:
             requests = scenarios.build(name, vocab, args.new_tokens, args.scale)
             dump.order(folder, name, len(requests))
@@ -118,8 +106,6 @@ def _judge_engine(backend: str, page_size: int, model: Path, home: Path, args) -
                     f"{backend}, {name}: its {len(requests)} requests never ran together for "
                     f"{dump.STEP} steps; more --new-tokens may help"
                 )
-    if fault and not faults.times_planted(fault_log):
-        raise EngineError(f"the fault {fault} was never planted")
     rows = []
     for name in args.scenarios:
         for layer in layers:

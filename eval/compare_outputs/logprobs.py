@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from eval.compare_outputs import faults, scenarios, seeded_engine, teacher
+from eval.compare_outputs import scenarios, seeded_engine, teacher
 from eval.compare_outputs.logprob_judgement import compare, problem
 from eval.engine_process import (
     EngineError,
-    EngineProcess,
-    backend_arguments,
     folder_name,
     uses_prefix,
 )
@@ -44,29 +42,17 @@ def _record(
 ) -> dict[str, list[teacher.Sampled]]:
     """Return what an engine decoded of each scenario; of a prefix backend, in prefix steps."""
     folder, lesson = home / folder_name(backend), home / _TEACHER
-    record, fault_log = folder / "record", folder / "fault.log"
+    record = folder / "record"
     folder.mkdir(parents=True)
     env = teacher.configure(record, lesson if lesson.exists() else None)
-    env |= seeded_engine.forced_env(backend)
-    fault = args.fault if uses_prefix(backend) else None
-    if fault:
-        env |= {faults.FAULT_ENV: fault, faults.LOG_ENV: str(fault_log)}
-    arguments = seeded_engine.engine_arguments(model, args.device, page_size)
-    arguments |= backend_arguments(backend)
-    if not args.graphs:
-        arguments["disable_cuda_graph"] = True
     vocab = seeded_engine.vocab(args.model_shape)
     ends = {}  # tokens of a request and its answer: overlap scheduling may run a step too many
-    with EngineProcess(arguments, folder / "engine", plugin=teacher.__name__, env=env) as engine:
-        planted = f" with {fault} planted" if fault else ""
-        print(f"{backend}{planted}, page size {page_size}: up after {engine.start_s} s", flush=True)
+    with seeded_engine.judged(backend, page_size, model, folder, args, teacher, env) as engine:
         for name in args.scenarios:
             requests = scenarios.build(name, vocab, args.new_tokens, args.scale)
             named = [request | {"id": f"{name}/{i}"} for i, request in enumerate(requests)]
             ends |= {request["id"]: len(request["ids"]) + args.new_tokens for request in named}
             engine.ask("generate", requests=named)
-    if fault and not faults.times_planted(fault_log):
-        raise EngineError(f"the fault {fault} was never planted")
     if not lesson.exists():
         lesson.symlink_to(record)
     wanted = ["prefix"] if uses_prefix(backend) else [None]

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
-from eval.engine_process import backend_env, uses_prefix
+from eval.compare_outputs import faults
+from eval.engine_process import (
+    EngineError,
+    EngineProcess,
+    backend_arguments,
+    backend_env,
+    uses_prefix,
+)
 from eval.model_shapes import LLAMA, SHAPES
 from eval.tiny_model import write_tiny_llama
 
@@ -53,3 +63,34 @@ def engine_arguments(model: Path, device: torch.device, page_size: int) -> dict:
         "mem_fraction_static": 0.8,
         "cuda_graph_bs_decode": [1, 4, 8, 16, 32, 64, 96],  # every other size is padded
     }
+
+
+@contextlib.contextmanager
+def judged(
+    backend: str,
+    page_size: int,
+    model: Path,
+    folder: Path,
+    args,
+    plugin: ModuleType,
+    env: dict[str, str],
+) -> Iterator[EngineProcess]:
+    """Run an engine of a backend with an evaluation's plugin and the environment that configures
+    it; with the fault that is asked for, if it is a prefix backend.
+
+    Raises EngineError, also for a fault that was never planted.
+    """
+    fault_log = folder / "fault.log"
+    fault = args.fault if uses_prefix(backend) else None
+    env = env | forced_env(backend)
+    if fault:
+        env |= {faults.FAULT_ENV: fault, faults.LOG_ENV: str(fault_log)}
+    arguments = engine_arguments(model, args.device, page_size) | backend_arguments(backend)
+    if not args.graphs:
+        arguments["disable_cuda_graph"] = True
+    with EngineProcess(arguments, folder / "engine", plugin=plugin.__name__, env=env) as engine:
+        planted = f" with {fault} planted" if fault else ""
+        print(f"{backend}{planted}, page size {page_size}: up after {engine.start_s} s", flush=True)
+        yield engine
+    if fault and not faults.times_planted(fault_log):
+        raise EngineError(f"the fault {fault} was never planted")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from eval.compare_outputs import __main__ as compare_outputs
-from eval.compare_outputs import gsm8k, logprobs, teacher
+from eval.compare_outputs import gsm8k, teacher
 from eval.compare_outputs.logprob_judgement import compare, problem
 from eval.compare_outputs.teacher import Recorder, Sampled
 from eval.engine_process import EngineError
@@ -128,9 +128,9 @@ class Engine:
 
 
 def test_engines_are_judged_along_the_first_one_s_tokens(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(logprobs, "EngineProcess", Engine)
-    write = compare_outputs.seeded_engine
-    monkeypatch.setattr(write, "write_model", lambda folder, *_: folder)
+    engines = compare_outputs.seeded_engine
+    monkeypatch.setattr(engines, "EngineProcess", Engine)
+    monkeypatch.setattr(engines, "write_model", lambda folder, *_: folder)
     out = tmp_path / "logprobs.json"
     argv = ["logprobs", "--device", "cpu", "--model-shape", "tiny", "--new-tokens", "4"]
     argv += ["--backends", "torch_native,triton,prefix", "--page-size", "1", "--json", str(out)]
