@@ -65,16 +65,17 @@ def main(argv: list[str]) -> int:
 def _run_all(args, runs: list[Run], rows: list[dict], meta: dict, folder: Path) -> None:
     """Add and save rows as they come; what fails is told."""
     model = write_word_model(folder / "model", args.model_shape)
-    client = Client(model, SHAPES[args.model_shape]["vocab_size"], folder / "runs", args.seed)
-    for turn in dict.fromkeys((run.alternation, run.backend) for run in runs):
-        own = [run for run in runs if (run.alternation, run.backend) == turn]
-        try:
-            for row in _serve(args, own, rows, client, folder / f"servers-{turn[0]}"):
-                rows.append(row)
-                if args.json:
-                    provenance.save(args.json, meta, rows)
-        except ServerError as error:
-            print(f"{turn[1]} stopped: {error}\n{error.log_tail}", file=sys.stderr, flush=True)
+    words = SHAPES[args.model_shape]["vocab_size"]
+    with Client(model, words, folder / "runs", args.seed) as client:
+        for turn in dict.fromkeys((run.alternation, run.backend) for run in runs):
+            own = [run for run in runs if (run.alternation, run.backend) == turn]
+            try:
+                for row in _serve(args, own, rows, client, folder / f"servers-{turn[0]}"):
+                    rows.append(row)
+                    if args.json:
+                        provenance.save(args.json, meta, rows)
+            except ServerError as error:
+                print(f"{turn[1]} stopped: {error}\n{error.log_tail}", file=sys.stderr, flush=True)
 
 
 def _serve(args, runs: list[Run], rows: list[dict], client: Client, folder: Path):

@@ -371,10 +371,9 @@ def test_a_file_of_requests_takes_the_client_that_reads_it(package, tmp_path):
     """Which module is started for what; the real one runs in tests/sglang."""
     sender = client.Client(tmp_path / "model", 1000, tmp_path / "runs", 1)
     load = build("tree", Choice(1, 8192, Scale(0.01, 0.1)))
-    home = tmp_path / "home"
-    home.mkdir()
-    words = sender.command(home, "http://x", load, 2.0, tmp_path / "report")
+    (tmp_path / "runs").mkdir()
+    words = sender.command("http://x", load, 2.0, tmp_path / "report")
     assert words[0] == "eval.bench_serving.request_client"
     assert len(Path(value(words, "--dataset-path")).read_text().splitlines()) == 84
     groups = build("gsp", Choice(1, 8192))
-    assert sender.command(home, "http://x", groups, 2.0, tmp_path)[0] == "sglang.bench_serving"
+    assert sender.command("http://x", groups, 2.0, tmp_path)[0] == "sglang.bench_serving"
