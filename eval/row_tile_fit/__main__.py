@@ -3,7 +3,8 @@
 `sample` times cuts of random batches on this GPU for several head configurations and adds them to a
 file. `fit` reads it on any machine, prints the rates of plan/row_tile_time.py that describe all of
 it best, and how a fit to all head configurations but one does on that one: the time of the cuts
-that it chooses over the best measured. Up to 1.02, one file per GPU is enough.
+that it chooses over the best measured. Up to 1.02, one file per GPU is enough. Of a single head
+configuration, a fifth of the batches is left out in turn.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from eval.cli_values import amount, several
 from eval.row_tile_fit import fitting, measure, samples
 from sgl_prefix_attn.calibrate.batches import draw
 from sgl_prefix_attn.cli.model_heads import parse_heads
-from sgl_prefix_attn.plan.row_tile_time import RowTileRates
+from sgl_prefix_attn.plan.costs import GPU_RATES
+from sgl_prefix_attn.predict.row_tile_rates import rates_of_gpu
 from sgl_prefix_attn.records import HeadConfig
 
 _HEADS = "32/8,16/4,8/2,8/1,64/8,32/4,28/4,40/8"
@@ -74,12 +76,12 @@ def _fit(found: list[samples.Sample], path: str | None, argv: list[str]) -> int:
     gpus = {sample.gpu for sample in found}
     if len(gpus) > 1:
         raise ValueError(f"--jsonl: samples of several GPUs, {', '.join(sorted(gpus))}")
-    rates = fitting.fit(found)
-    today = RowTileRates()
-    left_out = fitting.leave_one_out(found, rates)
+    gpu = gpus.pop()
+    today = rates_of_gpu(gpu, _bandwidth(gpu))
+    rates = fitting.fit(found, today)
+    left_out = fitting.leave_one_out(found, today)
     rows = []
-    for one in left_out:
-        mine = [sample for sample in found if sample.heads == one.heads]
+    for one, mine in zip(left_out, fitting.parts(found).values(), strict=True):
         rows.append(asdict(one))
         for name, judged in (
             ("left out", one),
@@ -88,17 +90,24 @@ def _fit(found: list[samples.Sample], path: str | None, argv: list[str]) -> int:
         ):
             rows[-1] |= {f"regret of {name}": judged.regret, f"error of {name}": judged.error}
             print(
-                f"{one.heads:6} {name:8}  error {judged.error:5.3f}  regret {judged.regret:.4f}, "
+                f"{one.heads:14} {name:8}  error {judged.error:5.3f}  regret {judged.regret:.4f}, "
                 f"worst {judged.worst:.2f}  ({judged.batches} batches)"
             )
     for name, value in vars(rates).items():
         print(f"    {name}: float = {value:.4g}")
     worst = max(one.regret for one in left_out)
-    print(f"largest regret of a head configuration left out: {worst:.4f}; enough is {ENOUGH}")
+    print(f"largest regret of a part left out: {worst:.4f}; enough is {ENOUGH}")
     if path:
-        meta = provenance.collect("eval.row_tile_fit", argv, sampled_on=gpus.pop())
+        meta = provenance.collect("eval.row_tile_fit", argv, sampled_on=gpu)
         provenance.save(path, meta, rows, rates=vars(rates))
     return 0 if worst <= ENOUGH else 1
+
+
+def _bandwidth(gpu: str) -> float:
+    """Return a GPU's bandwidth in bytes/us by its name, an H100's for one without rates."""
+    return next(
+        (rates for name, rates in GPU_RATES.items() if name in gpu), GPU_RATES["H100"]
+    ).bandwidth
 
 
 if __name__ == "__main__":

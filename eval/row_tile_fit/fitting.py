@@ -12,34 +12,35 @@ from eval.row_tile_fit.samples import Sample
 from sgl_prefix_attn.calibrate.fit import log_rms
 from sgl_prefix_attn.plan.row_tile_time import RowTileRates
 
+_PULL = 0.5
+_FOLDS = 5
+
 
 def fit(samples: list[Sample], start: RowTileRates | None = None) -> RowTileRates:
     """Rates with which the samples take their times, as nearly as can be, in logarithms.
 
-    A rate stays within a factor of eight of where it starts: what the samples do not tell apart
-    must not run away.
+    A rate that is off by a factor of e costs as much as every sample off by _PULL / sqrt(samples):
+    what the samples do not tell apart stays where it starts.
     """
     from scipy.optimize import least_squares
 
-    names = list(vars(start or RowTileRates()))
     first = np.array(list(vars(start or RowTileRates()).values()))
     target = np.log([sample.us for sample in samples])
 
     def residuals(factors) -> np.ndarray:
         rates = RowTileRates(*(first * np.exp(factors)))
-        return np.log([sample.predicted_us(rates) for sample in samples]) - target
+        errors = np.log([sample.predicted_us(rates) for sample in samples]) - target
+        return np.concatenate([errors, _PULL * factors])
 
-    bound = np.log(8.0)
     found = least_squares(
-        residuals, np.zeros(len(names)), bounds=(-bound, bound), loss="soft_l1", f_scale=0.05,
-        max_nfev=40,
-    )  # fmt: skip
+        residuals, np.zeros(len(first)), loss="soft_l1", f_scale=0.05, max_nfev=40
+    )
     return RowTileRates(*(first * np.exp(found.x)).tolist())
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """Of rates on one head configuration: root mean square of log(predicted / measured), and the
+    """Of rates on one part of the samples: root mean square of log(predicted / measured), and the
     time of the cuts that they choose over that of the best that were measured: geometric mean and
     worst over the batches with several cuts."""
 
@@ -67,16 +68,24 @@ def judge(heads: str, samples: list[Sample], rates: RowTileRates) -> Judgement:
     )  # fmt: skip
 
 
-def leave_one_out(samples: list[Sample], rates: RowTileRates) -> list[Judgement]:
-    """Judge each head configuration by a fit to the others, which begins at `rates`.
+def parts(samples: list[Sample]) -> dict[str, list[Sample]]:
+    """Divide samples into what is left out in turn: by heads; of a single head configuration,
+    fifths of its batches."""
+    heads = list(dict.fromkeys(sample.heads for sample in samples))
+    if len(heads) > 1:
+        return {name: [s for s in samples if s.heads == name] for name in heads}
+    fold = {batch: i % _FOLDS for i, batch in enumerate(dict.fromkeys(s.batch for s in samples))}
+    return {
+        f"{heads[0]}, fifth {i + 1}": [s for s in samples if fold[s.batch] == i]
+        for i in range(_FOLDS)
+    }
 
-    Raises ValueError for samples of a single one.
-    """
-    names = list(dict.fromkeys(sample.heads for sample in samples))
-    if len(names) < 2:
-        raise ValueError(f"samples of {names[0]} alone: there is nothing to leave out")
+
+def leave_one_out(samples: list[Sample], rates: RowTileRates) -> list[Judgement]:
+    """Judge each part by a fit to the others, which begins at `rates`."""
     found = []
-    for name in names:
-        others = fit([sample for sample in samples if sample.heads != name], rates)
-        found.append(judge(name, [s for s in samples if s.heads == name], others))
+    for name, mine in parts(samples).items():
+        left_out = set(map(id, mine))
+        others = fit([sample for sample in samples if id(sample) not in left_out], rates)
+        found.append(judge(name, mine, others))
     return found

@@ -8,7 +8,14 @@ from sgl_prefix_attn.predict.record import Calibration
 
 # By name; eval.row_tile_fit makes more. Others of the chip with all of its multiprocessors (H200,
 # GH200) differ in memory; what has fewer (H20, H100 PCIe) has other clocks, too.
-_FITTED = {"NVIDIA H100 80GB HBM3": RowTileRates()}
+_FITTED = {
+    "NVIDIA H100 80GB HBM3": RowTileRates(),
+    "NVIDIA H200": RowTileRates(  # eval/results/row_tile_fit_h200.json, 32/8 heads alone
+        wide=0.9275, narrow=0.7366, wide_masked=0.7337, narrow_masked=0.7955, item=1.83,
+        hbm=6.897e6, l2=16.54e6, fixed=3.872, split=1.704, part=0.1219, partial=963.7e3,
+        overlap=1.778,
+    ),
+}  # fmt: skip
 _FITTED_SMS = 132
 
 # From the surest to the least sure, as step/policy.GAINS has them.
@@ -17,10 +24,15 @@ _SOURCES = ("measured", "shipped", "scaled", "conservative")
 
 def row_tile_rates(calibration: Calibration) -> RowTileRates:
     """Return the rates fitted on the calibration's GPU, or an H100's with its bandwidth."""
-    if calibration.key.gpu in _FITTED:
-        return _FITTED[calibration.key.gpu]
+    return rates_of_gpu(calibration.key.gpu, calibration.rates.bandwidth)
+
+
+def rates_of_gpu(gpu: str, bandwidth: float) -> RowTileRates:
+    """Return the rates fitted on a GPU, or an H100's with this one's `bandwidth` in bytes/us."""
+    if gpu in _FITTED:
+        return _FITTED[gpu]
     rates = RowTileRates()
-    return replace(rates, hbm=rates.hbm * calibration.rates.bandwidth / GPU_RATES["H100"].bandwidth)
+    return replace(rates, hbm=rates.hbm * bandwidth / GPU_RATES["H100"].bandwidth)
 
 
 def row_tile_source(calibration: Calibration) -> str:

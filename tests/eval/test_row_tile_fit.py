@@ -62,6 +62,22 @@ def test_a_fit_finds_rates_that_explain_the_times(found):
         assert one.error < 0.03 and one.regret < 1.005
 
 
+def test_a_single_head_configuration_is_judged_by_fifths_of_its_batches(found):
+    mine = [sample for sample in found if sample.heads == "28/4"]
+    parts = fitting.parts(mine)
+    assert sum(map(len, parts.values())) == len(mine) and len(parts) == 5
+    batches = [{sample.batch for sample in part} for part in parts.values()]
+    assert sum(map(len, batches)) == len(set().union(*batches)), "no batch is in two parts"
+    for one in fitting.leave_one_out(mine, TRUE):
+        assert one.heads.startswith("28/4, fifth") and one.error < 0.03
+
+
+def test_a_rate_that_no_sample_tells_stays_where_it_was(found):
+    whole = [sample for sample in found if max(sample.parts) == 1]
+    rates = fitting.fit(whole, TRUE)
+    assert (rates.split, rates.part) == pytest.approx((TRUE.split, TRUE.part), rel=0.01)
+
+
 def test_times_without_rhyme_are_found_out(found):
     order = np.random.default_rng(0).permutation(len(found))
     shuffled = [replace(one, us=found[i].us) for one, i in zip(found, order, strict=True)]
@@ -76,8 +92,6 @@ def test_regret_is_of_the_cut_that_is_chosen():
     assert judged.regret == judged.worst == pytest.approx(1.25)
     with pytest.raises(ValueError, match="no batch has several"):
         fitting.judge("x", [one], TRUE)
-    with pytest.raises(ValueError, match="alone: there is nothing to leave out"):
-        fitting.leave_one_out([one, other], TRUE)
 
 
 def test_cuts_are_few_and_the_best_among_them():
