@@ -22,11 +22,14 @@ from eval.policy_holdout import policy_text
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 
-def markdown(results: list[tuple[str, dict]], baseline: str | None = None) -> str:
+def markdown(
+    results: list[tuple[str, dict]], baseline: str | None = None, short: bool = False
+) -> str:
     """Turn (file name, result) pairs into Markdown, one section per file; `baseline`: of servers'
-    ratios. Raises ValueError for a result of anything else than kernels, engines, servers,
-    agents, traces and the policy."""
-    return "\n\n".join(_section(name, result, baseline) for name, result in results) + "\n"
+    ratios; `short`: of servers and agents the main figures. Raises ValueError for a result of
+    anything else than kernels, engines, servers, agents, first tokens, traces and the policy."""
+    sections = (_section(name, result, baseline, short) for name, result in results)
+    return "\n\n".join(sections) + "\n"
 
 
 def replace_between(text: str, tables: str) -> str:
@@ -37,26 +40,47 @@ def replace_between(text: str, tables: str) -> str:
     return f"{before}{BEGIN}\n{tables}{END}{rest.split(END)[1]}"
 
 
-def _section(name: str, result: dict, baseline: str | None) -> str:
-    first = result["rows"][0]
+def _section(name: str, result: dict, baseline: str | None, short: bool) -> str:
+    rows, meta = result["rows"], result["meta"]
+    first = rows[0]
     if "floor_us" in first:
-        body = [kernel_tables.markdown(result["rows"])]
+        body = [kernel_tables.markdown(rows)]
     elif "program" in first:
-        body = [agent_tables.markdown(result["rows"])]
+        body = [agent_tables.summary(rows) if short else agent_tables.markdown(rows)]
     elif "e2e_ms" in first:
-        body = [serving_tables.markdown(result["rows"], result["meta"]["settings"], baseline)]
+        settings = meta["settings"]
+        tables = serving_tables
+        body = [
+            tables.summary(rows, settings) if short else tables.markdown(rows, settings, baseline)
+        ]
+    elif "group" in first:
+        body = [_ttft_table(rows)]
     elif "ttft_ms" in first:
-        body = [trace_tables.markdown(result["rows"], result["meta"]["trace"])]
+        body = [trace_tables.markdown(rows, meta["trace"])]
     elif "tpot_ms" in first:
-        body = [_engine_table(result["rows"])]
+        body = [_engine_table(rows)]
     elif "predicted_stock_us" in first:
-        body = policy_text.markdown(result["summary"], result["meta"])
+        body = policy_text.markdown(result["summary"], meta)
     else:
         raise ValueError(
             f"{name}: its rows are no times of kernels, engines, servers, agent programs, a "
             "trace's requests or the policy's batches"
         )
-    return "\n\n".join([*body, _source(name, result["meta"])])
+    return "\n\n".join([*body, _source(name, meta)])
+
+
+def _ttft_table(rows: list[dict]) -> str:
+    cells = [
+        (row["group"], row["backend"], f"{row['ttft_ms']:.1f} ms", f"{row['ratio']:.3f}")
+        for row in rows
+    ]
+    first = rows[0]
+    cached, new = ("{} to {}".format(*first[name]) for name in ("cached", "new"))
+    return (
+        f"First tokens of all of {first['requests']} requests: {cached} cached tokens that groups "
+        f"of them share, {new} new ones.\n\n"
+        + table(("group", "prefill/decode", "median", "ratio"), cells)
+    )
 
 
 def _source(name: str, meta: dict) -> str:
@@ -100,13 +124,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("results", nargs="+", metavar="RESULT.json")
     parser.add_argument("--readme", metavar="PAGE", help="its tables are replaced, or checked")
     parser.add_argument("--baseline", help="backend that servers' ratios are to; or each file's")
+    parser.add_argument("--short", action="store_true", help="main figures of servers and agents")
     parser.add_argument("--check", action="store_true", help="compare only")
     args = parser.parse_args(argv)
     if args.check and not args.readme:
         parser.error("--check needs --readme")
     try:
         results = [(Path(name).name, provenance.load(name)) for name in args.results]
-        tables = markdown(results, args.baseline)
+        tables = markdown(results, args.baseline, args.short)
         if not args.readme:
             print(tables, end="")
             return 0

@@ -11,7 +11,17 @@ _FIGURES = ("requests", "output_tokens", "tokens_per_s", "tpot_ms", "cached_shar
 
 
 def markdown(rows: list[dict]) -> str:
-    """Tabulate wall times with their ratios to the fastest stock backend, then every figure."""
+    """Tabulate wall times, then every figure."""
+    figures = table(
+        ("program", "backend", "requests", "output tokens", "tokens/s", "TPOT", "cached",
+         "prefix steps"),
+        [(*key, *_cells(group)) for key, group in _groups(rows).items()],
+    )  # fmt: skip
+    return f"{summary(rows)}\n\n{figures}"
+
+
+def summary(rows: list[dict]) -> str:
+    """Tabulate wall times with their ratios to the fastest stock backend."""
     programs = list(dict.fromkeys(row["program"] for row in rows))
     backends = list(dict.fromkeys(row["backend"] for row in rows))
     groups = _groups(rows)
@@ -29,18 +39,11 @@ def markdown(rows: list[dict]) -> str:
         return f"{geometric_mean(known):.3f}" if len(known) == len(programs) else "-"
 
     walls = [(program, *(wall(program, backend) for backend in backends)) for program in programs]
-    return "\n\n".join(
-        (
-            f"Wall time of {rows[0]['count']} programs at once, and its ratio to the fastest stock "
-            "backend's.",
-            table(("program", *backends), [*walls, ("geometric mean", *map(mean, backends))]),
-            table(
-                ("program", "backend", "requests", "output tokens", "tokens/s", "TPOT", "cached",
-                 "prefix steps"),
-                [(*key, *_cells(group)) for key, group in groups.items()],
-            ),
-        )
-    )  # fmt: skip
+    return (
+        f"Wall time of {rows[0]['count']} programs at once, and its ratio to the fastest stock "
+        "backend's.\n\n"
+        + table(("program", *backends), [*walls, ("geometric mean", *map(mean, backends))])
+    )
 
 
 def wall_ratios(rows: list[dict]) -> dict[tuple[str, str], float]:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 from eval.bench_serving.serving_row import median
+from eval.engine_process import uses_prefix
 from eval.markdown import table
 
 Figure = Callable[[dict], float]
@@ -42,7 +43,38 @@ def markdown(rows: list[dict], settings: dict, baseline: str | None = None) -> s
     return (
         f"Model shape {settings['model_shape']}, at most {settings['max_running']} requests run at "
         f"once. Times in ms; {repeats}in brackets the ratio to {baseline}.\n\n"
-        + table((*columns, "cached", "prefix steps", "KV read", "completed"), lines)
+        + table(
+            (*columns, "decode tokens/s", "cached", "prefix steps", "KV read", "completed"), lines
+        )
+    )
+
+
+def summary(rows: list[dict], settings: dict) -> str:
+    """Tabulate throughput and TPOT of loads that came all at once; ratios of the throughput are to
+    the fastest stock backend of the load. Raises ValueError if a load ran on none."""
+    loads: dict[str, dict[str, list[dict]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        if row["asked_requests_per_s"] is None:
+            loads[row["load"]][row["backend"]].append(row)
+    names = list(dict.fromkeys(name for load in loads.values() for name in load))
+    lines = []
+    for load, backends in loads.items():
+        rate = {
+            b: median(own, lambda row: row["output_tokens_per_s"]) for b, own in backends.items()
+        }
+        stock = max((rate[b] for b in rate if not uses_prefix(b)), default=None)
+        if stock is None:
+            raise ValueError(f"{load}: no stock backend has run it")
+        tpot = {b: median(own, lambda row: row["tpot_ms"]["p50"]) for b, own in backends.items()}
+        cells = [
+            f"{rate[b]:.0f} ({rate[b] / stock:.2f}), {tpot[b]:.1f} ms" if b in rate else "-"
+            for b in names
+        ]
+        lines.append((load, *cells))
+    return (
+        "Output tokens/s with all requests at once, at most "
+        f"{settings['max_running']} running, its ratio to the fastest stock backend's, and median "
+        "TPOT.\n\n" + table(("load", *names), lines)
     )
 
 
@@ -77,7 +109,9 @@ def _ends(own: list[dict]) -> tuple[str, ...]:
         sum(row["kv_bytes"].get(kind, 0) for row in own) for kind in ("read", "query_centric")
     )
     prefix = median(own, lambda row: row["prefix_share"])
+    decode = median(own, lambda row: row["decode_tokens_per_s"])
     return (
+        "-" if decode is None else f"{decode:.0f}",
         f"{median(own, lambda row: row['cached_share']):.0%}",
         "-" if prefix is None else f"{prefix:.0%}",
         f"{read / of:.0%}" if of else "-",

@@ -274,10 +274,14 @@ def test_steps_and_bytes_are_what_the_counters_grew_by():
         ("sglang:prefix_attn_kv_bytes_total", (("kind", "read"),)): 10.0,
         ("sglang:prefix_attn_kv_bytes_total", (("kind", "unique"),)): 0.0,
     }
-    log = "Prefill batch, #running-req: 9\nDecode batch, #running-req: 12, #token"
-    row = serving_row.row(REPORT, [3], grown, log)
+    decode = (
+        "Decode batch, #running-req: {}, #token: 7, gen throughput (token/s): {}, #queue-req: 0"
+    )
+    lines = [decode.format(*pair) for pair in ((12, 300.5), (11, 99.5), (12, 200.5), (10, 1.0))]
+    row = serving_row.row(REPORT, [3], grown, "\n".join(["Prefill, #running-req: 9", *lines]))
     assert row["steps"] == {"prefix:a": 3.0, "stock:b": 1.0} and row["prefix_share"] == 0.75
     assert row["kv_bytes"] == {"read": 10.0} and row["peak_running"] == 12
+    assert row["decode_tokens_per_s"] == 200.5, "the last batch is not nearly full"
 
 
 def row_of(backend, tpot, alternation=0, rate="inf", **changes):
@@ -287,7 +291,7 @@ def row_of(backend, tpot, alternation=0, rate="inf", **changes):
         "backend": backend, "load": "gsp", "rate": rate, "alternation": alternation,
         "asked_requests_per_s": None if rate == "inf" else 17.525,
         "sent": 10, "completed": 10, "cached_share": 0.5, "prefix_share": None, "kv_bytes": {},
-        **dict.fromkeys(serving_row.LATENCIES, figures), **changes,
+        "decode_tokens_per_s": None, **dict.fromkeys(serving_row.LATENCIES, figures), **changes,
     }  # fmt: skip
 
 
@@ -305,7 +309,11 @@ def table(tmp_path, capsys):
 
 
 def test_the_report_has_ratios_to_the_first_or_a_chosen_backend(table):
-    ours = {"prefix_share": 0.9, "kv_bytes": {"read": 30.0, "query_centric": 100.0}}
+    ours = {
+        "prefix_share": 0.9,
+        "decode_tokens_per_s": 99.5,
+        "kv_bytes": {"read": 30.0, "query_centric": 100.0},
+    }
     rows = [
         row_of("default", 20.0),
         row_of("prefix", 10.0, **ours),
@@ -317,9 +325,11 @@ def test_the_report_has_ratios_to_the_first_or_a_chosen_backend(table):
     assert "medians over 2 servers each, with ranges; in brackets the ratio to default" in text
     times = "25 (20 to 30) | 25.00 (20.00 to 30.00) | 50.00 (40.00 to 60.00)"
     throughput = "4167 (3333 to 5000) | 4.17 (3.33 to 5.00)"
-    assert f"| gsp | all at once | default | {throughput} | {times} | 50% | - | - | all |" in text
+    assert (
+        f"| gsp | all at once | default | {throughput} | {times} | - | 50% | - | - | all |" in text
+    )
     ratio = "(0.380, 0.300 to 0.500)"  # 9.5 / 25; 9 / 30 and 10 / 20
-    ends = "50% | 90% | 30% | 19 of 20 |"
+    ends = "100 | 50% | 90% | 30% | 19 of 20 |"
     assert f"| 10 {ratio} | 9.50 {ratio} | 19.00 {ratio} | {ends}" in text
     assert "| gsp | 17.5/s (70%) | prefix | 20000 | 20.00 | 5 | 5.00 | 10.00 |" in text
     assert "`serving.json`: " in text and "python -m eval.bench_serving --x" in text
@@ -327,6 +337,16 @@ def test_the_report_has_ratios_to_the_first_or_a_chosen_backend(table):
     assert "| default | 5000 | 5.00 | 20 | 20.00 | 40.00 |" in one
     assert "| prefix | 10000 (2.000) | 10.00 (2.000) | 10 (0.500) |" in one
     assert "| default | 5000 (0.500) |" in table([rows[0], rows[1]], "--baseline", "prefix")
+
+
+def test_the_short_report_has_ratios_to_the_fastest_stock_backend(table):
+    rows = [row_of("default", 20.0), row_of("prefix", 8.0), row_of("flashinfer", 16.0)]
+    text = table([*rows, row_of("prefix", 1.0, rate="70%")], "--short")
+    assert "| load | default | prefix | flashinfer |" in text
+    cells = "5000 (0.80), 20.0 ms | 12500 (2.00), 8.0 ms | 6250 (1.00), 16.0 ms |"
+    assert f"| gsp | {cells}" in text and text.count("| gsp |") == 1
+    with pytest.raises(SystemExit):
+        table([rows[1]], "--short")
 
 
 def test_a_plot_has_a_panel_for_each_load_and_figure(tmp_path, monkeypatch):

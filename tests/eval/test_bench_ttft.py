@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from eval import bench_ttft, provenance
+from eval import bench_ttft, provenance, report
 from eval.bench_ttft import Prompts
 
 ARGS = ["--device", "cpu", "--model-shape", "tiny", "--requests", "6", "--groups", "3,6",
@@ -49,6 +49,8 @@ def test_engines_take_turns_and_ratios_are_to_the_first(tmp_path, monkeypatch, c
         ("torch_native", 2), ("prefix/prefix", 2), ("torch_native", 6), ("prefix/prefix", 6),
         ("prefix/prefix", 6), ("torch_native", 6),
     ]  # fmt: skip
+    assert report.main([str(out)]) == 0
+    assert "| 6 | prefix/prefix | 250.0 ms | 0.500 |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("bad", [["--new", "4"], ["--cached", "9,5"], ["--groups", "0"]])

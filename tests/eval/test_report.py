@@ -169,9 +169,10 @@ def test_a_file_that_is_no_result_is_named(tmp_path, content, capsys):
 
 
 @pytest.mark.parametrize(
-    ("page", "names"),
+    ("page", "names", "options"),
     [
-        ("README.md", ("engine_h200",)),
+        ("README.md", ("serving_h200",), ("--short",)),
+        ("docs/serving.md", ("serving_h200", "agents_h200", "ttft_h200"), ()),
         (
             "docs/measurements.md",
             (
@@ -179,14 +180,17 @@ def test_a_file_that_is_no_result_is_named(tmp_path, content, capsys):
                 "policy_h100",
                 "trace_h100",
                 "trace_h100_fa3",
+                "engine_h200_sglang_0.5.23",
+                "engine_h200",
                 "engine_h200_triton",
                 "engine_h100",
             ),
+            (),
         ),
     ],
 )
-def test_a_page_says_what_the_result_files_say(page, names):
+def test_a_page_says_what_the_result_files_say(page, names, options):
     root = Path(report.__file__).resolve().parents[1]
     results = [root / "eval/results" / f"{name}.json" for name in names]
-    arguments = [*map(str, results), "--readme", str(root / page), "--check"]
+    arguments = [*map(str, results), "--readme", str(root / page), "--check", *options]
     assert report.main(arguments) == 0, f"run python -m eval.report with --readme {page}"
