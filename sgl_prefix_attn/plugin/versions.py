@@ -23,7 +23,7 @@ class Release:
     version: str
     hooks: tuple[str, ...]
     readers: tuple[str, ...]
-    cpu_hooks: tuple[str, ...] = ("cpu_no_triton", "cpu_last_loc")
+    cpu_hooks: tuple[str, ...] = ("cpu_no_triton", "cpu_last_loc", "cpu_forked_processes")
     python: tuple[int, int] = (3, 10)
 
 

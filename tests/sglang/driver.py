@@ -1,6 +1,10 @@
-"""Runs a job's scenarios on one engine (engine.py writes the job and starts this)."""
+"""Runs a job's scenarios on one engine (engine.py writes the job and starts this).
+
+$DRIVER_SPAWNS set: the engine's processes start as on a GPU, where each registers by itself.
+"""
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -13,6 +17,11 @@ def main():
     import sglang
 
     from . import scenarios
+
+    if os.environ.get("DRIVER_SPAWNS"):
+        from sgl_prefix_attn.patches import cpu_forked_processes
+
+        cpu_forked_processes.hook = lambda result, server_args: None
 
     engine = sglang.Engine(**job["engine"])
     results = []

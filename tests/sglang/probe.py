@@ -9,6 +9,7 @@ $PROBE_ROW_TILES set: the server runs row tiles, in torch.
 
 import dataclasses
 import json
+import multiprocessing
 import os
 from pathlib import Path
 
@@ -98,6 +99,7 @@ def _record_steps(preparer, steps: Path, fault_file: Path):
         after = dict(self.counters.plans)
         record = {
             "rank": _rank(),
+            "start_method": multiprocessing.get_start_method(),
             **_outcome(step, self.counters),
             "causes": [c for c in after if after[c] != before.get(c, 0)],
             "requests_read": bool(read),

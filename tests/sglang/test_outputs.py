@@ -17,7 +17,7 @@ CHECKED = {"SGL_PREFIX_ATTN_CHECK": "1", "SGL_PREFIX_ATTN_CHECK_EVERY": "2"}
 # Greedy outputs in float32 are those of the model, whatever is scheduled how: one stock engine
 # speaks for every configuration.
 REFERENCE = Config("reference", EVERYTHING + plain("evicting"))
-BASE = Config("base", EVERYTHING + FOUND, env=CHECKED)
+BASE = Config("base", EVERYTHING + FOUND, env={"DRIVER_SPAWNS": "1", **CHECKED})
 CHUNKED = Config(
     "mixed_chunks",
     EVERYTHING,
@@ -90,6 +90,12 @@ def test_every_decode_step_ran_prefix_kernels_and_passed_the_checks(engines, con
 @pytest.mark.parametrize(("config", "kernels"), [(BASE, "packs"), (ROW_TILES, "row tiles")])
 def test_the_log_names_the_kernels(engines, config, kernels):
     assert f"prefix steps run {kernels}" in engines.run(config).log
+
+
+@pytest.mark.parametrize(("config", "method"), [(BASE, "spawn"), (ROW_TILES, "fork")])
+def test_processes_are_copies_unless_they_start_as_on_a_gpu(engines, config, method):
+    steps = engines.run(config).steps["siblings", ""]
+    assert {step["start_method"] for step in steps} == {method}
 
 
 @pytest.mark.parametrize("fault", WRONG_TILES)
