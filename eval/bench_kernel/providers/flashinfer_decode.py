@@ -17,13 +17,14 @@ class FlashInferDecodeRunnable:
 
         self._case = case
         pages = case.pages(case.req_to_token)
-        batch, pages_per_row = pages.shape
         # indptr and last page lengths on the host, where plan() needs them: no synchronisation.
-        self._indptr = torch.arange(batch + 1, dtype=torch.int32) * pages_per_row
-        self._last_len = torch.full(
-            (batch,), case.last_page_len(case.tree.seq_len), dtype=torch.int32
-        )
-        self._indices = pages.view(-1)
+        lengths = case.seq_lens.cpu()
+        num_pages = (lengths + case.page_size - 1) // case.page_size
+        self._indptr = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+        self._indptr[1:] = num_pages.cumsum(0)
+        self._last_len = (lengths - 1) % case.page_size + 1
+        columns = torch.arange(pages.shape[1], device=case.device)
+        self._indices = pages[columns < num_pages.to(case.device)[:, None]]
         self._out = case.new_out()
         self._wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=case.device),
