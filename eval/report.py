@@ -1,8 +1,9 @@
 """python -m eval.report RESULT.json... [--readme README.md] [--check]: tables from result files.
 
-Prints Markdown for kernel, engine, serving, agent, trace and policy results. With --readme it
-replaces what stands between `<!-- bench:begin -->` and `<!-- bench:end -->`; with --check it
-changes nothing and exits with 1 when the README says anything else than the files.
+Prints Markdown for kernel, engine, serving, agent, trace and policy results, and for those of the
+papers' experiments together. With --readme it replaces what stands between `<!-- bench:begin -->`
+and `<!-- bench:end -->`; with --check it changes nothing and exits with 1 when the README says
+anything else than the files.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from eval.bench_kernel import kernel_tables
 from eval.bench_serving import serving_tables
 from eval.bench_trace import trace_tables
 from eval.markdown import table
+from eval.papers import paper_tables
 from eval.policy_holdout import policy_text
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
@@ -25,10 +27,16 @@ BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 def markdown(
     results: list[tuple[str, dict]], baseline: str | None = None, short: bool = False
 ) -> str:
-    """Turn (file name, result) pairs into Markdown, one section per file; `baseline`: of servers'
-    ratios; `short`: of servers and agents the main figures. Raises ValueError for a result of
-    anything else than kernels, engines, servers, agents, first tokens, traces and the policy."""
-    sections = (_section(name, result, baseline, short) for name, result in results)
+    """Turn (file name, result) pairs into Markdown, one section per file and one for all files of
+    the papers' experiments; `baseline`: of servers' ratios; `short`: of servers and agents the
+    main figures. Raises ValueError for a result of anything else than kernels, engines, servers,
+    agents, first tokens, traces, the policy and papers."""
+    papers = [(name, result) for name, result in results if "experiment" in result["rows"][0]]
+    sections = [_section(*pair, baseline, short) for pair in results if pair not in papers]
+    if papers:
+        rows = paper_tables.merged([result["rows"] for _, result in papers])
+        sources = [_source(name, result["meta"]) for name, result in papers]
+        sections.append("\n\n".join([paper_tables.markdown(rows), *sources]))
     return "\n\n".join(sections) + "\n"
 
 

@@ -1,0 +1,1 @@
+"""The papers' experiments at our scale: see __main__.py."""

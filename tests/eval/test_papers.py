@@ -1,0 +1,441 @@
+"""eval.papers: batches, counts, descriptions and the table; on the CPU a tiny run."""
+
+import contextlib
+import sys
+import types
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from eval import provenance, report
+from eval.bench_kernel.case import build_case
+from eval.bench_kernel.floor import Rates
+from eval.bench_kernel.oracle import attend_rows
+from eval.bench_kernel.providers.fa3 import FlashAttention3Runnable
+from eval.bench_kernel.providers.flashinfer_decode import FlashInferDecodeRunnable
+from eval.bench_kernel.trees import Tree
+from eval.papers import __main__ as command
+from eval.papers import batches, case, counts, derived, figures, kernels, measure, paper_tables
+from eval.papers.batches import unshared
+from eval.papers.experiment import HEADS_IN_ORDER, LLAMA2, LLAMA3, Claim, Run
+from eval.papers.experiments import EXPERIMENTS, GROUPS, find
+from sgl_prefix_attn.records import HeadConfig
+
+CPU = torch.device("cpu")
+RATES = Rates(1e12, 1e15, "test")
+HEADS = HeadConfig(7, 1, 16)
+RAGGED = unshared("ragged", [1, 63, 37, 130])
+META = provenance.collect("eval.papers", ["all"])
+
+
+# --- descriptions -------------------------------------------------------------------------------
+@pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=EXPERIMENTS)
+def test_an_experiment_is_described_completely(experiment):
+    assert experiment.place and experiment.claims and experiment.missing
+    kinds = [experiment.runs, experiment.count, experiment.derive]
+    assert sum(map(bool, kinds)) == 1 and bool(experiment.derive) == bool(experiment.source)
+    assert experiment.name in experiment.command
+    assert all(claim.says and claim.paper for claim in experiment.claims)
+    assert len({claim.says for claim in experiment.claims}) == len(experiment.claims)
+    assert {run.heads for run in experiment.runs} <= set(HEADS_IN_ORDER)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=EXPERIMENTS)
+def test_its_batches_build_and_its_numbers_are_expected_before_a_run(experiment):
+    rows = command._expected(experiment)
+    assert {row["experiment"] for row in rows} == {experiment.name}
+    for run in experiment.runs:
+        paths = run.batch.paths
+        assert paths.seq_lens.min() >= 1 and run.batch.unique_tokens <= run.batch.tokens
+    for claim in experiment.claims:
+        if claim.expected is None:
+            assert claim.figure(rows, "expected_") != figures.MISSING, claim.says
+
+
+def test_a_claim_reads_batches_that_are_run():
+    """With every time at hand, no figure of a kernel experiment lacks rows."""
+    facts = {"server_runs": "prefix", "launches": 1, "merge_bytes": 10**6}
+    for experiment in GROUPS["kernels"]:
+        rows = command._expected(experiment)
+        rows = [row | facts | {"us": row.get("expected_us")} for row in rows]
+        for claim in experiment.claims:
+            assert claim.figure(rows, "") != figures.MISSING, (experiment.name, claim.says)
+
+
+def test_names():
+    assert [e.name for e in find(["pat-kernels", "kernels"])][0] == "pat-kernels"
+    assert len(find(["all", "kernels"])) == len(EXPERIMENTS)
+    assert not any(e.derive for e in find(["kernels"]))
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["pat"], "experiment 'pat': known are kernels, all, pat-kernels"),
+        (["pat-traces"], "pat-traces: needs --from, a result file of python -m eval.bench_serving"),
+        (["pat-kernels", "--from", "x.json"], "--from goes with one experiment"),
+        (["pat-traces", "--from", "x.json", "--expect"], "--from goes with one experiment"),
+        (["pat-traces", "--from", "missing.json"], "missing.json is not a result file"),
+        (["pat-kernels", "--seconds", "0"], "--seconds: must be above 0"),
+    ],
+)
+def test_bad_arguments(argv, says, capsys):
+    with pytest.raises(SystemExit):
+        command.main(argv)
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+# --- batches and counts -------------------------------------------------------------------------
+def test_the_bimodal_step_reads_what_the_papers_did():
+    sets = {batch.name: batch for batch in batches.active_sets()}
+    for name in ("bimodal 8", "uniform 8", "zipf 8"):
+        assert counts.kv_bytes(sets[name].tokens, LLAMA3) == 550_502_400  # 550.5 MB, Table 3
+    assert sets["bimodal 8"].size == 8 and sets["bimodal 4"].size == 4
+    assert sets["zipf 8"].paths.seq_lens[0] // sets["zipf 8"].paths.seq_lens[1] == 2
+
+
+def test_a_mix_and_its_even_twin_have_as_many_tokens():
+    pairs = {batch.name: batch for batch in batches.mixes()}
+    for name in ("alpaca 256", "lmsys 64", "lmsys 256", "text2sql 256"):
+        mixed, even = pairs[name], pairs[f"{name} even"]
+        assert (mixed.tokens, mixed.unique_tokens) == (even.tokens, even.unique_tokens)
+        assert np.ptp(even.paths.seq_lens) <= 1 < np.ptp(mixed.paths.seq_lens)
+    # More than 60 % of prompts are shorter than 128 tokens (PackInfer, Figure 3).
+    assert (pairs["alpaca 256"].paths.seq_lens < 128).mean() > 0.6
+    shared = pairs["text2sql 256"]
+    assert shared.tokens - shared.unique_tokens == (256 - 16) * 600
+
+
+def test_a_completion_is_taken_in_its_middle():
+    assert batches.completing(4096, 4096, 64, 32) == "1,32_4096,32"
+    assert batches.completing(2048, 1024, 512, 16) == "1,16_1024,1280"
+    assert batches.completing(512, 0, 2048, 128) == "128_1536"
+
+
+def test_bytes_and_operations_of_a_hand_counted_batch():
+    (batch,) = batches.trees("1,2_100,10")  # 2 requests of 110, 120 tokens once
+    heads = HeadConfig(4, 2, 8)
+    assert (batch.tokens, batch.unique_tokens) == (220, 120)
+    assert counts.kv_bytes(120, heads) == 120 * 2 * 8 * 2 * 2
+    assert counts.flops(batch, heads) == 220 * 4 * 8 * 4
+    assert counts.merge_bytes(3, heads) == 3 * 4 * (8 * 2 + 8)
+    assert counts.floor_us(batch, heads, Rates(1e6, 1e12, "")) == pytest.approx(7680)
+    assert counts.floor_us(batch, heads, Rates(1e12, 1e6, "")) == pytest.approx(28160)
+    # One request of 64K tokens is 268 MB: 64 microseconds at 4.2 TB/s and the fixed 10.
+    single = batches.single()[-1]
+    assert counts.expected_us("prefix", single, LLAMA3) == pytest.approx(10 + 63.9, abs=0.1)
+    assert counts.expected_us("fa3", single, LLAMA3) == pytest.approx(10.12 + 63.9, abs=0.1)
+
+
+def test_memory_is_that_of_the_papers_table():
+    assert counts.LLAMA2_TOKEN_BYTES == 524_288 and counts.LLAMA3_TOKEN_BYTES == 131_072
+    found = {(row["batch"], row["provider"]): row["kv_gb"] for row in derived.memory()}
+    # 16 x (4096 + 256) and 4096 + 11 x 256 tokens of 0.5 MiB; the paper saw 35.42 and 4.00 GB.
+    assert found["Llama2-7B, peak batch", "copies"] == pytest.approx(69_632 * 524_288 / 1e9)
+    assert found["Llama2-7B, peak batch", "shared"] == pytest.approx(6_912 * 524_288 / 1e9)
+    apart, together = (found["Llama-3.1-8B, 32 requests", x] for x in ("copies", "shared"))
+    assert together / apart == pytest.approx(12_288 / 139_264)
+
+
+# --- a tiny run ---------------------------------------------------------------------------------
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(case, "_MOST_POOLS", 2)
+    monkeypatch.setattr(measure, "_ROUNDS", 1)
+
+
+@pytest.mark.parametrize("row_tiles", [False, True])
+def test_every_provider_has_a_row_and_ours_is_judged_and_timed(small, monkeypatch, row_tiles):
+    if row_tiles:  # as on a Hopper GPU; on a CPU the interpreter stands for the kernel
+        monkeypatch.setattr(kernels, "why_no_row_tiles", lambda *args: None)
+    ours, flashinfer, fa3 = measure.measure(Run(RAGGED, HEADS, 16), RATES, torch.bfloat16, CPU)
+    assert ours["family"] == ("row_tiles" if row_tiles else "triton")
+    assert ours["status"] == "ok" and ours["us"] > 0 and ours["error"] < 2 * ours["error_torch"]
+    assert ours["kv_tokens_read"] == ours["unique_tokens"] == 231
+    assert ours["server_runs"] == "prefix" and "launches" not in ours
+    for row in (flashinfer, fa3):
+        assert row["status"].startswith("unavailable: needs an NVIDIA GPU") and "us" not in row
+
+
+class Faulty(kernels.ServerRunnable):
+    """Adds to one value of the longest request from the `good`th call on."""
+
+    good = 0
+
+    def __init__(self, case):
+        super().__init__(case)
+        self.calls = 0
+
+    def run(self, layer):
+        out = super().run(layer)
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls > self.good:
+            out[3, 0, 0] += 3
+        return out
+
+
+@pytest.mark.parametrize(("good", "status"), [(0, "wrong: "), (5, "wrong: timed: ")])
+def test_a_wrong_output_has_no_time(small, monkeypatch, good, status):
+    monkeypatch.setattr(kernels.Server, "runnable", Faulty)
+    monkeypatch.setattr(Faulty, "good", good)
+    (row,) = measure.measure(Run(RAGGED, HEADS), RATES, torch.bfloat16, CPU, ("prefix",))
+    assert row["status"].startswith(status) and "us" not in row
+
+
+def test_what_a_kernel_raises_is_its_row(small, monkeypatch):
+    def breaks(self, case):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(kernels.ServerRunnable, "__init__", breaks)
+    (row,) = measure.measure(Run(RAGGED, HEADS), RATES, torch.bfloat16, CPU, ("prefix",))
+    assert row["status"] == "failed: RuntimeError: no such kernel"
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_slots_that_no_request_owns_hold_nan(page_size):
+    made = case.build(RAGGED, HEADS, page_size, torch.bfloat16, CPU)
+    owned = np.concatenate(
+        [made.req_to_token[i, :n].numpy() for i, n in enumerate(RAGGED.paths.seq_lens)]
+    )
+    assert np.unique(owned).size == owned.size == RAGGED.tokens
+    unowned = np.setdiff1d(np.arange(made.k[0].shape[0]), owned)
+    assert unowned.size and made.k[0][unowned].isnan().all() and made.v[1][unowned].isnan().all()
+    assert not made.k[0][owned].isnan().any()
+    assert set(made.req_to_token[0, 1:].tolist()) <= set(unowned.tolist())
+
+
+def test_kernels_are_counted_in_a_graph_and_nowhere_else(small, monkeypatch):
+    (row,) = measure.measure(
+        Run(RAGGED, HEADS, count_launches=True), RATES, torch.bfloat16, CPU, ("prefix",)
+    )
+    assert row["status"] == "ok" and row["launches"] is None  # no GPU, no graph
+    runs = []
+
+    class Graph:
+        def __init__(self, keep_graph):
+            assert keep_graph
+
+        def raw_cuda_graph(self):
+            return 77
+
+    class Runtime:
+        class cudaGraphNodeType:
+            cudaGraphNodeTypeKernel, cudaGraphNodeTypeMemset = 0, 2
+
+        @staticmethod
+        def cudaGraphGetNodes(graph, count=0):
+            assert graph == 77
+            return 0, list(range(count)), 3
+
+        @staticmethod
+        def cudaGraphNodeGetType(node):
+            return 0, (0, 2, 0)[node]
+
+    monkeypatch.setitem(sys.modules, "cuda", types.SimpleNamespace())
+    bindings = types.SimpleNamespace(runtime=Runtime)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
+    assert kernels.count_kernels(runs.append) == 2 and runs == [0]
+
+
+# --- stock kernels' arguments -------------------------------------------------------------------
+class FakeFlashInfer:
+    """Attends in torch over what FlashInfer's decode wrapper was planned with."""
+
+    def __init__(self, workspace, layout, **buffers):
+        assert layout == "NHD" and buffers["use_cuda_graph"]
+
+    def plan(self, indptr, indices, last, num_qo, num_kv, head_dim, page_size, **dtypes):
+        self.args = indptr, indices, last, page_size
+
+    def run(self, q, kv, out):
+        indptr, indices, last, page_size = self.args
+        k, v = (cache.flatten(0, 1) for cache in kv)
+        for i in range(q.shape[0]):
+            pages = indices[indptr[i] : indptr[i + 1]].long()
+            slots = (pages[:, None] * page_size + torch.arange(page_size)).flatten()
+            slots = slots[: (len(pages) - 1) * page_size + int(last[i])][None]
+            scale = q.shape[2] ** -0.5
+            out[i] = attend_rows(q[i : i + 1], k, v, slots, scale, torch.float32, q.dtype)
+        return out
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("ragged", [True, False])
+def test_flashinfer_is_planned_with_every_requests_length(monkeypatch, ragged, page_size):
+    fake = types.SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=FakeFlashInfer)
+    monkeypatch.setitem(sys.modules, "flashinfer", fake)
+    if ragged:
+        made = case.build(RAGGED, HEADS, page_size, torch.bfloat16, CPU)
+    else:
+        tree = Tree.parse("1,3_32,21")
+        made = build_case(tree, HEADS, page_size, torch.bfloat16, CPU, 0)
+        made = replace_batch(made, tree)
+    out = FlashInferDecodeRunnable(made).run(0)
+    assert case.Judge(made, 0).problem(out)[0] is None
+    assert case.Judge(made, 1).problem(out)[0] is not None  # another layer's KV is noticed
+
+
+def replace_batch(made, tree):
+    """A case of a tree with the batch that the judge asks for."""
+    fields = {name: getattr(made, name) for name in made.__dataclass_fields__}
+    return case.Case(**fields, batch=batches.trees(tree.name)[0])
+
+
+def test_fa3_is_called_with_every_requests_length(monkeypatch):
+    given = []
+    module = types.SimpleNamespace(
+        flash_attn_with_kvcache=lambda **kwargs: given.append(kwargs),
+        get_scheduler_metadata=lambda **kwargs: given.append(kwargs) or torch.zeros(3),
+    )
+    monkeypatch.setitem(sys.modules, "sgl_kernel", types.SimpleNamespace(flash_attn=module))
+    monkeypatch.setitem(sys.modules, "sgl_kernel.flash_attn", module)
+    made = case.build(RAGGED, HEADS, 16, torch.bfloat16, CPU)
+    FlashAttention3Runnable(made).run(0)
+    schedule, call = given
+    assert (schedule["batch_size"], schedule["max_seqlen_k"]) == (4, 130)
+    assert call["cache_seqlens"].tolist() == [1, 63, 37, 130]
+    assert call["page_table"].shape == (4, 9) and call["page_table"][3].unique().numel() == 9
+
+
+# --- figures and the table ----------------------------------------------------------------------
+def timed(batch, provider, us, **more):
+    return {
+        "experiment": "pat-kernels", "batch": batch, "heads": "32/8", "provider": provider,
+        "status": "ok", "us": us, "expected_us": us and 2 * us, "floor_us": 1.0, **more,
+    }  # fmt: skip
+
+
+ROWS = [
+    timed("1,4_8,8", "prefix", 2.0, server_runs="prefix", launches=1),
+    timed("1,4_8,8", "flashinfer", 8.0),
+    timed("1,4_8,8", "fa3", 16.0),
+    timed("4_8", "prefix", 10.0, server_runs="stock"),
+    timed("4_8", "flashinfer", 9.0),
+    timed("4_8", "fa3", None),
+]
+
+
+def test_figures():
+    def of(figure, kind=""):
+        return figure(ROWS, kind)
+
+    assert of(figures.ratio_most("flashinfer")) == "4.0"
+    assert of(figures.ratio_each("flashinfer")) == "4.00, 0.90"
+    assert of(figures.ratio_mean("flashinfer")) == "1.90"
+    assert of(figures.ratio_span(("flashinfer", "fa3"))) == "0.90 to 8.00"
+    assert of(figures.less_span("fa3")) == "87.5 %"
+    assert of(figures.less_span(("flashinfer", "fa3"), only=figures.shares)) == "75.0 % to 87.5 %"
+    assert of(figures.less_mean("flashinfer", only=figures.is_unshared)) == "-11.1 %"
+    assert of(figures.more_mean("fa3")) == "700.0 %"
+    assert of(figures.policy_each()) == "4.00, 1.00"
+    assert of(figures.between(("4_8", "flashinfer"), ("1,4_8,8", "prefix"), 2)) == "9.00"
+    assert of(figures.bandwidth_share("prefix")) == "10 % to 50 %"
+    assert of(figures.bandwidth_share("prefix"), "expected_") == "5 % to 25 %"
+    assert of(figures.fact("launches", "prefix", "1,4_8,8")) == "1"
+    for figure in (figures.ratio_most("pat"), figures.fact("us", "pat", "4_8"),
+                   figures.between(("4_8", "fa3"), ("4_8", "prefix")),
+                   figures.bandwidth_share("pat")):  # fmt: skip
+        assert of(figure) == figures.MISSING
+    assert figures.policy_each()([], "") == figures.MISSING
+
+
+def test_the_table_has_the_papers_numbers_beside_ours(tmp_path, capsys):
+    before, after = tmp_path / "expected.json", tmp_path / "measured.json"
+    provenance.save(before, META, [row | {"us": None, "status": "not measured"} for row in ROWS])
+    rows = [*ROWS[:-1], ROWS[-1] | {"status": "failed: no such kernel"}]
+    provenance.save(after, META, rows)
+    assert report.main([str(before)]) == 0
+    text = capsys.readouterr().out
+    assert "PAT, Figure 9, section 8.3 | largest speedup over FlashAttention" in text
+    assert "| 22.7 | 8.0 | - |" in text
+    assert report.main([str(before), str(after)]) == 0
+    text = capsys.readouterr().out
+    assert "| 22.7 | 8.0 | 8.0 |" in text and "| 12.0 | 4.0 | 4.0 |" in text
+    assert "- `pat-kernels`, `4_8`, fa3: failed: no such kernel" in text
+    assert "- `python -m eval.papers pat-kernels`" in text
+    assert "`expected.json`" in text and "`measured.json`" in text
+
+
+def test_rows_of_an_unknown_experiment_are_refused():
+    with pytest.raises(ValueError, match="experiment 'pat-10': known are pat-kernels"):
+        paper_tables.markdown([timed("4_8", "prefix", 1.0) | {"experiment": "pat-10"}])
+
+
+def test_an_expectation_in_words_stands_in_its_column():
+    claim = Claim("x", "1", figures.ratio_most("fa3"), "a lot")
+    assert paper_tables._ours(claim, ROWS) == ("a lot", "8.0")
+
+
+# --- other benchmarks' files --------------------------------------------------------------------
+def test_ablations_become_times_and_bytes(tmp_path, capsys):
+    rows = [
+        {"tree": "1,2_8,8", "heads": "32/8", "ablation": name, "us": us, "kv_tokens": tokens,
+         "partial_bytes": partial, "problem": None, "floor_us": 1.0}
+        for name, us, tokens, partial in (
+            ("calibrated", 10.0, 1000, 0), ("compute", 12.0, 1000, 204_800),
+        )
+    ]  # fmt: skip
+    source = tmp_path / "ablate.json"
+    provenance.save(source, META | {"gpu": "NVIDIA H200", "command": "ablate"}, rows)
+    out = tmp_path / "out.json"
+    argv = ["pat-ablations", "--from", str(source), "--json", str(out)]
+    assert command.main(argv) == 0
+    text = capsys.readouterr().out
+    assert "(a) PAT-compute, more latency | 4.6 % | 29 % | 20.0 % |" in text
+    assert "(b) PAT-compute, more bytes | 10.9 % | counted | 10.0 % |" in text  # 4.096 + 0.4096 MB
+    meta = provenance.load(out)["meta"]
+    assert meta["gpu"] == "NVIDIA H200" and meta["command"].startswith("ablate && python -m eval")
+    with pytest.raises(SystemExit):
+        command.main(["pat-traces", "--from", str(source)])
+    assert "is no result of python -m eval.bench_serving" in capsys.readouterr().err
+
+
+def test_servers_and_engines_become_ratios():
+    def row(backend, tpot, steps, load="agent"):
+        return {"backend": backend, "load": load, "rate": "8", "sent": 3, "completed": 3,
+                "tpot_ms": {"p50": tpot}, "ttft_ms": {"mean": 5.0}, "e2e_ms": {"mean": 9.0},
+                "steps": steps, "planning_s": 0.02}  # fmt: skip
+
+    rows = [row("prefix", 8.0, {"prefix:x": 60, "stock:y": 40}), row("default", 10.0, {}),
+            row("default", 99.0, {}, "gsp")]  # fmt: skip
+    found = derived.serving(rows)
+    assert [r["batch"] for r in found] == ["agent at 8"] * 2
+    assert found[0]["planning_share"] == pytest.approx(0.2 / 8)  # 0.2 ms a step of 8 ms
+    assert found[1]["planning_share"] is None
+    texts = [claim.figure(found, "") for claim in EXPERIMENTS["pat-overhead"].claims]
+    assert texts == ["2.5 %", "-"]
+    assert EXPERIMENTS["pat-traces"].claims[0].figure(found, "") == "20.0 %"
+    found = derived.engine([{"workload": "w", "backend": b, "tpot_ms": t}
+                            for b, t in (("fa3", 10.0), ("fa3/prefix", 8.0))])  # fmt: skip
+    assert EXPERIMENTS["prefetch-engine"].claims[0].figure(found, "") == "1.25"
+
+
+# --- the command --------------------------------------------------------------------------------
+def test_runs_go_by_heads_and_stop_in_time(small, monkeypatch, tmp_path, capsys):
+    clock = iter(range(100))
+    asked = []
+
+    def measured(run, rates, dtype, device):
+        asked.append((run.heads, run.batch.name))
+        rows = [timed(run.batch.name, name, 1.0) for name in measure.PROVIDERS]
+        return [{k: v for k, v in row.items() if k != "experiment"} for row in rows]
+
+    monkeypatch.setattr(command.measure, "measure", measured)
+    monkeypatch.setattr(command, "device", lambda name: CPU)
+    monkeypatch.setattr(command.time, "monotonic", lambda: next(clock))
+    experiment = replace(
+        EXPERIMENTS["prefetch-models"],
+        runs=tuple(Run(RAGGED, heads) for heads in (LLAMA2, LLAMA3, HEADS_IN_ORDER[-1])),
+    )
+    monkeypatch.setattr(command, "find", lambda names: [experiment])
+    out = tmp_path / "out.json"
+    assert command.main(["x", "--seconds", "3", "--json", str(out)]) == 0
+    assert asked == [(LLAMA3, "ragged"), (LLAMA2, "ragged")]
+    result = provenance.load(out)
+    assert result["meta"]["left_out"] == ["prefetch-models ragged"]
+    assert len(result["rows"]) == 6
+    assert "not started within 3 s: prefetch-models ragged" in capsys.readouterr().out
