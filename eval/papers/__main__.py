@@ -14,13 +14,15 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 from eval import provenance
 from eval.bench_kernel.case import DTYPES
 from eval.bench_kernel.floor import rates_of
-from eval.cli_values import amount, device
+from eval.cli_values import amount
 from eval.papers import measure, paper_tables
 from eval.papers.counts import H200
-from eval.papers.experiment import HEADS_IN_ORDER, Experiment
+from eval.papers.experiment import HEADS_IN_ORDER, NOT_MEASURED, Experiment
 from eval.papers.experiments import EXPERIMENTS, GROUPS, find
 
 _MODULE = "eval.papers"
@@ -56,7 +58,7 @@ def _expected(experiment: Experiment) -> list[dict]:
     else:
         # One that has no runs is a line of the table all the same.
         rows = [row for run in experiment.runs for row in measure.expect(run, H200)]
-        rows = rows or [{"status": "not measured"}]
+        rows = rows or [{"status": NOT_MEASURED}]
     return [{"experiment": experiment.name, **row} for row in rows]
 
 
@@ -76,10 +78,10 @@ def _derived(experiment: Experiment, source: Path, argv: list[str]) -> tuple[lis
 
 def _measured(experiments: list[Experiment], args, argv) -> tuple[list[dict], dict]:
     """Run experiments; configurations of heads in turn, as far as the time goes."""
-    gpu = device("cuda")
-    rates = rates_of(gpu)
-    meta = provenance.collect(_MODULE, argv, device=str(gpu), rates=asdict(rates))
     runs = [(e.name, run) for e in experiments for run in e.runs]
+    device = torch.device("cuda" if runs else "cpu")
+    rates = rates_of(device)
+    meta = provenance.collect(_MODULE, argv, device=str(device), rates=asdict(rates))
     counted = [row for e in experiments if e.count for row in _expected(e)]
     found: list[list[dict]] = [[] for _ in runs]
     start, left_out = time.monotonic(), []
@@ -88,8 +90,8 @@ def _measured(experiments: list[Experiment], args, argv) -> tuple[list[dict], di
         if args.seconds and time.monotonic() - start > args.seconds:
             left_out.append(f"{name} {run.batch.name}")
             continue
-        rows = measure.measure(run, rates, DTYPES["bf16"], gpu)
-        measure.free(gpu)
+        rows = measure.measure(run, rates, DTYPES["bf16"], device)
+        measure.free(device)
         found[i] = [{"experiment": name, **row} for row in rows]
         print(_line(found[i], time.monotonic() - start), flush=True)
         if args.json:
@@ -113,8 +115,12 @@ def _check(args, experiments: list[Experiment]) -> None:
     others = [e for e in experiments if e.derive]
     if args.source and (args.expect or len(experiments) > 1 or not others):
         raise ValueError("--from goes with one experiment that another benchmark measures")
-    if others and not args.source and not args.expect:
+    if args.source or args.expect:
+        return
+    if others:
         raise ValueError(f"{others[0].name}: needs --from, a result file of {others[0].source}")
+    if any(e.runs for e in experiments) and not torch.cuda.is_available():
+        raise ValueError("kernels are timed on an NVIDIA GPU; --expect needs none")
 
 
 def _parser() -> argparse.ArgumentParser:

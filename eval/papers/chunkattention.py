@@ -71,7 +71,7 @@ EXPERIMENTS = (
             ),
             Claim(
                 "the same, FlashInfer",
-                "below",
+                "less (drawn)",
                 between(
                     (_chunk(2048, 64, 16), "flashinfer"), (_chunk(2048, 64, 96), "flashinfer"), 6
                 ),

@@ -15,13 +15,15 @@ from sgl_prefix_attn.cli.model_heads import parse_heads
 from sgl_prefix_attn.records import HeadConfig
 
 _HEAD_DIM = 128
+# The planners' own plans, and what stands for PAT's ablations.
+_PATS = ("calibrated", "compute", "naive", "tile_64", "packs", "packs_serial")
 
 
 def ablations(rows: list[dict]) -> list[dict]:
-    """Turn rows of eval.ablate into times and bytes, KV and partial results, these written and read
-    again."""
+    """Turn rows of eval.ablate that have a counterpart in PAT into times and bytes: KV, and partial
+    results, which are written and read again."""
     found = []
-    for row in rows:
+    for row in (row for row in rows if row["ablation"] in _PATS):
         heads = HeadConfig(*parse_heads(row["heads"]), _HEAD_DIM)
         read = kv_bytes(row["kv_tokens"], heads) + 2 * row["partial_bytes"]
         found.append(

@@ -11,6 +11,7 @@ from sgl_prefix_attn.calibrate.batches import Batch
 from sgl_prefix_attn.records import HeadConfig
 
 Rows = list[dict]
+NOT_MEASURED = "not measured"  # status of a row that only expects
 LLAMA3, LLAMA2 = HeadConfig(32, 8, 128), HeadConfig(32, 32, 128)
 WIDE, NARROW = HeadConfig(64, 8, 128), HeadConfig(16, 8, 128)
 QWEN7, QWEN14 = HeadConfig(28, 4, 128), HeadConfig(40, 8, 128)

@@ -10,7 +10,7 @@ from eval.bench_kernel.floor import Rates
 from eval.papers import kernels
 from eval.papers.case import Judge, build
 from eval.papers.counts import expected_us, floor_us
-from eval.papers.experiment import Run
+from eval.papers.experiment import NOT_MEASURED, Run
 from sgl_prefix_attn.calibrate.timing import LayerTimer
 
 PROVIDERS = ("prefix", "flashinfer", "fa3")
@@ -19,7 +19,7 @@ _ROUNDS = 3
 
 def expect(run: Run, rates: Rates) -> list[dict]:
     """Return the rows of a run as far as they are known before it."""
-    return [_row(run, name, rates) | {"status": "not measured"} for name in PROVIDERS]
+    return [_row(run, name, rates) | {"status": NOT_MEASURED} for name in PROVIDERS]
 
 
 def measure(

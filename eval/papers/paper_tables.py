@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from eval.markdown import table
-from eval.papers.experiment import Claim
+from eval.papers.experiment import NOT_MEASURED, Claim
 from eval.papers.experiments import EXPERIMENTS
 
 COLUMNS = ("experiment", "figure", "paper", "expected on an H200", "measured")
 
 
 def merged(files: list[list[dict]]) -> list[dict]:
-    """Join the rows of several files; an experiment's are those of the last file that has it."""
+    """Join the rows of several files; an experiment's are those of the last file that measured
+    it, or of the first that expects something of it."""
     by_experiment: dict[str, list[dict]] = {}
     for rows in files:
-        names = dict.fromkeys(row["experiment"] for row in rows)
-        by_experiment |= {
-            name: [row for row in rows if row["experiment"] == name] for name in names
-        }
+        for name in dict.fromkeys(row["experiment"] for row in rows):
+            mine = [row for row in rows if row["experiment"] == name]
+            if name not in by_experiment or any(row["status"] != NOT_MEASURED for row in mine):
+                by_experiment[name] = mine
     return [row for rows in by_experiment.values() for row in rows]
 
 
@@ -48,7 +49,7 @@ def _ours(claim: Claim, rows: list[dict]) -> tuple[str, str]:
 
 def _problems(rows: list[dict]) -> list[str]:
     """List rows that have no time for a reason of their own."""
-    fine = ("ok", "counted", "not measured")
+    fine = ("ok", "counted", NOT_MEASURED)
     bad = [row for row in rows if row["status"] not in fine]
     lines = [
         f"- `{row['experiment']}`, `{row['batch']}`, {row['provider']}: {row['status']}"

@@ -132,7 +132,8 @@ EXPERIMENTS = (
             ),
         ),
         "The paper plays 30 minutes of both traces; the loads here are some hundred requests with "
-        "their lengths (docs/serving.md). Attention is a smaller part of a step on an H200.",
+        "their lengths ([serving.md](serving.md#loads)). Attention is a smaller part of a step on an "
+        "H200.",
         derive=derived.serving,
         source="python -m eval.bench_serving --backends default,flashinfer,prefix "
         "--loads conversation,agent --rates inf,5,8",

@@ -28,8 +28,9 @@ EXPERIMENTS = (
             Claim("bandwidth of FlashAttention 3", "not said", bandwidth_share("fa3")),
         ),
         "SGLang has no XFormers backend, whose kernel waits for memory in 77 % of its cycles. Ours "
-        "loads asynchronously, and L2 prefetch made it slower (docs/kernel-log.md). Three batch "
-        "sizes and outputs of many.",
+        "loads asynchronously, and L2 prefetch made it slower "
+        "([kernel log](kernel-log.md#ablations-of-row-tiles)). Three batch sizes and outputs of "
+        "many.",
         runs_of(batches.outputs(), LLAMA3),
     ),
     Experiment(

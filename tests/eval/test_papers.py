@@ -1,25 +1,15 @@
 """eval.papers: batches, counts, descriptions and the table; on the CPU a tiny run."""
 
-import contextlib
-import sys
-import types
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 
 from eval import provenance, report
-from eval.bench_kernel.case import build_case
 from eval.bench_kernel.floor import Rates
-from eval.bench_kernel.oracle import attend_rows
-from eval.bench_kernel.providers.fa3 import FlashAttention3Runnable
-from eval.bench_kernel.providers.flashinfer_decode import FlashInferDecodeRunnable
-from eval.bench_kernel.trees import Tree
 from eval.papers import __main__ as command
-from eval.papers import batches, case, counts, derived, figures, kernels, measure, paper_tables
+from eval.papers import batches, counts, derived, figures, paper_tables
 from eval.papers.batches import unshared
-from eval.papers.experiment import HEADS_IN_ORDER, LLAMA2, LLAMA3, Claim, Run
+from eval.papers.experiment import HEADS_IN_ORDER, LLAMA3, Claim
 from eval.papers.experiments import EXPERIMENTS, GROUPS, find
 from sgl_prefix_attn.records import HeadConfig
 
@@ -139,168 +129,6 @@ def test_memory_is_that_of_the_papers_table():
     assert together / apart == pytest.approx(12_288 / 139_264)
 
 
-# --- a tiny run ---------------------------------------------------------------------------------
-@pytest.fixture
-def small(monkeypatch):
-    monkeypatch.setattr(case, "_MOST_POOLS", 2)
-    monkeypatch.setattr(measure, "_ROUNDS", 1)
-
-
-@pytest.mark.parametrize("row_tiles", [False, True])
-def test_every_provider_has_a_row_and_ours_is_judged_and_timed(small, monkeypatch, row_tiles):
-    if row_tiles:  # as on a Hopper GPU; on a CPU the interpreter stands for the kernel
-        monkeypatch.setattr(kernels, "why_no_row_tiles", lambda *args: None)
-    ours, flashinfer, fa3 = measure.measure(Run(RAGGED, HEADS, 16), RATES, torch.bfloat16, CPU)
-    assert ours["family"] == ("row_tiles" if row_tiles else "triton")
-    assert ours["status"] == "ok" and ours["us"] > 0 and ours["error"] < 2 * ours["error_torch"]
-    assert ours["kv_tokens_read"] == ours["unique_tokens"] == 231
-    assert ours["server_runs"] == "prefix" and "launches" not in ours
-    for row in (flashinfer, fa3):
-        assert row["status"].startswith("unavailable: needs an NVIDIA GPU") and "us" not in row
-
-
-class Faulty(kernels.ServerRunnable):
-    """Adds to one value of the longest request from the `good`th call on."""
-
-    good = 0
-
-    def __init__(self, case):
-        super().__init__(case)
-        self.calls = 0
-
-    def run(self, layer):
-        out = super().run(layer)
-        self.calls = getattr(self, "calls", 0) + 1
-        if self.calls > self.good:
-            out[3, 0, 0] += 3
-        return out
-
-
-@pytest.mark.parametrize(("good", "status"), [(0, "wrong: "), (5, "wrong: timed: ")])
-def test_a_wrong_output_has_no_time(small, monkeypatch, good, status):
-    monkeypatch.setattr(kernels.Server, "runnable", Faulty)
-    monkeypatch.setattr(Faulty, "good", good)
-    (row,) = measure.measure(Run(RAGGED, HEADS), RATES, torch.bfloat16, CPU, ("prefix",))
-    assert row["status"].startswith(status) and "us" not in row
-
-
-def test_what_a_kernel_raises_is_its_row(small, monkeypatch):
-    def breaks(self, case):
-        raise RuntimeError("no such kernel")
-
-    monkeypatch.setattr(kernels.ServerRunnable, "__init__", breaks)
-    (row,) = measure.measure(Run(RAGGED, HEADS), RATES, torch.bfloat16, CPU, ("prefix",))
-    assert row["status"] == "failed: RuntimeError: no such kernel"
-
-
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_slots_that_no_request_owns_hold_nan(page_size):
-    made = case.build(RAGGED, HEADS, page_size, torch.bfloat16, CPU)
-    owned = np.concatenate(
-        [made.req_to_token[i, :n].numpy() for i, n in enumerate(RAGGED.paths.seq_lens)]
-    )
-    assert np.unique(owned).size == owned.size == RAGGED.tokens
-    unowned = np.setdiff1d(np.arange(made.k[0].shape[0]), owned)
-    assert unowned.size and made.k[0][unowned].isnan().all() and made.v[1][unowned].isnan().all()
-    assert not made.k[0][owned].isnan().any()
-    assert set(made.req_to_token[0, 1:].tolist()) <= set(unowned.tolist())
-
-
-def test_kernels_are_counted_in_a_graph_and_nowhere_else(small, monkeypatch):
-    (row,) = measure.measure(
-        Run(RAGGED, HEADS, count_launches=True), RATES, torch.bfloat16, CPU, ("prefix",)
-    )
-    assert row["status"] == "ok" and row["launches"] is None  # no GPU, no graph
-    runs = []
-
-    class Graph:
-        def __init__(self, keep_graph):
-            assert keep_graph
-
-        def raw_cuda_graph(self):
-            return 77
-
-    class Runtime:
-        class cudaGraphNodeType:
-            cudaGraphNodeTypeKernel, cudaGraphNodeTypeMemset = 0, 2
-
-        @staticmethod
-        def cudaGraphGetNodes(graph, count=0):
-            assert graph == 77
-            return 0, list(range(count)), 3
-
-        @staticmethod
-        def cudaGraphNodeGetType(node):
-            return 0, (0, 2, 0)[node]
-
-    monkeypatch.setitem(sys.modules, "cuda", types.SimpleNamespace())
-    bindings = types.SimpleNamespace(runtime=Runtime)
-    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
-    assert kernels.count_kernels(runs.append) == 2 and runs == [0]
-
-
-# --- stock kernels' arguments -------------------------------------------------------------------
-class FakeFlashInfer:
-    """Attends in torch over what FlashInfer's decode wrapper was planned with."""
-
-    def __init__(self, workspace, layout, **buffers):
-        assert layout == "NHD" and buffers["use_cuda_graph"]
-
-    def plan(self, indptr, indices, last, num_qo, num_kv, head_dim, page_size, **dtypes):
-        self.args = indptr, indices, last, page_size
-
-    def run(self, q, kv, out):
-        indptr, indices, last, page_size = self.args
-        k, v = (cache.flatten(0, 1) for cache in kv)
-        for i in range(q.shape[0]):
-            pages = indices[indptr[i] : indptr[i + 1]].long()
-            slots = (pages[:, None] * page_size + torch.arange(page_size)).flatten()
-            slots = slots[: (len(pages) - 1) * page_size + int(last[i])][None]
-            scale = q.shape[2] ** -0.5
-            out[i] = attend_rows(q[i : i + 1], k, v, slots, scale, torch.float32, q.dtype)
-        return out
-
-
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("ragged", [True, False])
-def test_flashinfer_is_planned_with_every_requests_length(monkeypatch, ragged, page_size):
-    fake = types.SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=FakeFlashInfer)
-    monkeypatch.setitem(sys.modules, "flashinfer", fake)
-    if ragged:
-        made = case.build(RAGGED, HEADS, page_size, torch.bfloat16, CPU)
-    else:
-        tree = Tree.parse("1,3_32,21")
-        made = build_case(tree, HEADS, page_size, torch.bfloat16, CPU, 0)
-        made = replace_batch(made, tree)
-    out = FlashInferDecodeRunnable(made).run(0)
-    assert case.Judge(made, 0).problem(out)[0] is None
-    assert case.Judge(made, 1).problem(out)[0] is not None  # another layer's KV is noticed
-
-
-def replace_batch(made, tree):
-    """A case of a tree with the batch that the judge asks for."""
-    fields = {name: getattr(made, name) for name in made.__dataclass_fields__}
-    return case.Case(**fields, batch=batches.trees(tree.name)[0])
-
-
-def test_fa3_is_called_with_every_requests_length(monkeypatch):
-    given = []
-    module = types.SimpleNamespace(
-        flash_attn_with_kvcache=lambda **kwargs: given.append(kwargs),
-        get_scheduler_metadata=lambda **kwargs: given.append(kwargs) or torch.zeros(3),
-    )
-    monkeypatch.setitem(sys.modules, "sgl_kernel", types.SimpleNamespace(flash_attn=module))
-    monkeypatch.setitem(sys.modules, "sgl_kernel.flash_attn", module)
-    made = case.build(RAGGED, HEADS, 16, torch.bfloat16, CPU)
-    FlashAttention3Runnable(made).run(0)
-    schedule, call = given
-    assert (schedule["batch_size"], schedule["max_seqlen_k"]) == (4, 130)
-    assert call["cache_seqlens"].tolist() == [1, 63, 37, 130]
-    assert call["page_table"].shape == (4, 9) and call["page_table"][3].unique().numel() == 9
-
-
 # --- figures and the table ----------------------------------------------------------------------
 def timed(batch, provider, us, **more):
     return {
@@ -354,6 +182,8 @@ def test_the_table_has_the_papers_numbers_beside_ours(tmp_path, capsys):
     assert "| 22.7 | 8.0 | - |" in text
     assert report.main([str(before), str(after)]) == 0
     text = capsys.readouterr().out
+    assert report.main([str(after), str(before)]) == 0  # what was measured stays
+    assert "| 22.7 | 8.0 | 8.0 |" in capsys.readouterr().out
     assert "| 22.7 | 8.0 | 8.0 |" in text and "| 12.0 | 4.0 | 4.0 |" in text
     assert "- `pat-kernels`, `4_8`, fa3: failed: no such kernel" in text
     assert "- `python -m eval.papers pat-kernels`" in text
@@ -414,28 +244,16 @@ def test_servers_and_engines_become_ratios():
     assert EXPERIMENTS["prefetch-engine"].claims[0].figure(found, "") == "1.25"
 
 
-# --- the command --------------------------------------------------------------------------------
-def test_runs_go_by_heads_and_stop_in_time(small, monkeypatch, tmp_path, capsys):
-    clock = iter(range(100))
-    asked = []
-
-    def measured(run, rates, dtype, device):
-        asked.append((run.heads, run.batch.name))
-        rows = [timed(run.batch.name, name, 1.0) for name in measure.PROVIDERS]
-        return [{k: v for k, v in row.items() if k != "experiment"} for row in rows]
-
-    monkeypatch.setattr(command.measure, "measure", measured)
-    monkeypatch.setattr(command, "device", lambda name: CPU)
-    monkeypatch.setattr(command.time, "monotonic", lambda: next(clock))
-    experiment = replace(
-        EXPERIMENTS["prefetch-models"],
-        runs=tuple(Run(RAGGED, heads) for heads in (LLAMA2, LLAMA3, HEADS_IN_ORDER[-1])),
-    )
-    monkeypatch.setattr(command, "find", lambda names: [experiment])
+# --- without a GPU ------------------------------------------------------------------------------
+def test_what_is_counted_needs_no_gpu(tmp_path, capsys):
     out = tmp_path / "out.json"
-    assert command.main(["x", "--seconds", "3", "--json", str(out)]) == 0
-    assert asked == [(LLAMA3, "ragged"), (LLAMA2, "ragged")]
-    result = provenance.load(out)
-    assert result["meta"]["left_out"] == ["prefetch-models ragged"]
-    assert len(result["rows"]) == 6
-    assert "not started within 3 s: prefetch-models ragged" in capsys.readouterr().out
+    assert command.main(["chunkattention-memory", "--json", str(out)]) == 0
+    assert "| 35.42 | 36.51 | 36.51 |" in capsys.readouterr().out
+    assert {row["status"] for row in provenance.load(out)["rows"]} == {"counted"}
+
+
+def test_kernels_need_one(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        command.main(["kernels"])
+    assert "kernels are timed on an NVIDIA GPU; --expect needs none" in capsys.readouterr().err
