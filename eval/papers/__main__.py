@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     elif not args.source:
         rows, meta = _measured(experiments, args, argv)
     if args.json:
-        provenance.save(args.json, meta, rows)
+        provenance.save(args.json, meta, rows, figures=paper_tables.figures(rows))
     print(paper_tables.markdown(rows))
     if left_out := meta.get("left_out"):
         print(f"\nnot started within {args.seconds:g} s: {', '.join(left_out)}")

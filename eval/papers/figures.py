@@ -76,7 +76,8 @@ more_mean = _over_ratios(lambda found: f"{100 * geometric_mean(found) - 100:.1f}
 
 
 def between(over: tuple[str, str], under: tuple[str, str], scale: float = 1.0) -> Figure:
-    """Divide the time of one (batch, provider) by that of another, times `scale`."""
+    """Divide the time of one (batch, provider) by that of another, times `scale`; of experiments
+    with one configuration of heads."""
 
     def figure(rows: Sequence[dict], kind: str) -> str:
         times = {(batch, name): us for (batch, _), by in values(rows, kind + "us").items()
@@ -112,14 +113,14 @@ def fact(field: str, provider: str, batch: str, write: Callable[[float], str] = 
     return figure
 
 
-def policy_each(field: str = "us") -> Figure:
+def policy_each() -> Figure:
     """Divide FlashInfer's time by that of the kernels that the server's policy picks, by batch."""
 
     def figure(rows: Sequence[dict], kind: str) -> str:
         runs = values(rows, "server_runs")
         found = [
             by["flashinfer"] / by["prefix"] if runs[case]["prefix"] == "prefix" else 1.0
-            for case, by in values(rows, kind + field).items()
+            for case, by in values(rows, kind + "us").items()
             if {"flashinfer", "prefix"} <= by.keys() and case in runs
         ]
         return ", ".join(f"{x:.2f}" for x in found) or MISSING

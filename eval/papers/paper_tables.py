@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from eval.markdown import table
-from eval.papers.experiment import NOT_MEASURED, Claim
+from eval.papers.experiment import NOT_MEASURED, Experiment
 from eval.papers.experiments import EXPERIMENTS
 
 COLUMNS = ("experiment", "figure", "paper", "expected on an H200", "measured")
@@ -21,30 +21,43 @@ def merged(files: list[list[dict]]) -> list[dict]:
     return [row for rows in by_experiment.values() for row in rows]
 
 
-def markdown(rows: list[dict]) -> str:
-    """Write one table, in the papers' order, what is wrong in it, and a list of the commands.
+def figures(rows: list[dict]) -> list[dict]:
+    """Put ours beside the papers' numbers: experiment, figure, paper, expected and measured, as
+    text, in the papers' order. Raises ValueError naming an experiment that does not exist."""
+    return [
+        {
+            "experiment": experiment.name,
+            "figure": claim.says,
+            "paper": claim.paper,
+            "expected": claim.expected or claim.figure(mine, "expected_"),
+            "measured": claim.figure(mine, ""),
+        }
+        for experiment, mine in _by_experiment(rows)
+        for claim in experiment.claims
+    ]
 
-    Raises ValueError naming an experiment that does not exist.
-    """
-    names = {row["experiment"] for row in rows}
-    if unknown := sorted(names - set(EXPERIMENTS)):
-        raise ValueError(f"experiment {unknown[0]!r}: known are {', '.join(EXPERIMENTS)}")
-    experiments = [e for e in EXPERIMENTS.values() if e.name in names]
-    lines: list[tuple[str, ...]] = []
-    for experiment in experiments:
-        mine = [row for row in rows if row["experiment"] == experiment.name]
-        for i, claim in enumerate(experiment.claims):
-            first = "" if i else f"`{experiment.name}`: {experiment.place}"
-            lines.append((first, claim.says, claim.paper, *_ours(claim, mine)))
-    commands = "\n".join(f"- `{e.command}`\n  {e.missing}" for e in experiments)
+
+def markdown(rows: list[dict]) -> str:
+    """Write figures() as one table, what is wrong in it, and a list of the commands."""
+    lines, seen = [], set()
+    for row in figures(rows):
+        name, *cells = row.values()
+        place = f"`{name}`: {EXPERIMENTS[name].place}"
+        lines.append(("" if name in seen else place, *cells))
+        seen.add(name)
+    commands = "\n".join(f"- `{e.command}`\n  {e.missing}" for e, _ in _by_experiment(rows))
     return "\n\n".join([table(COLUMNS, lines), *_problems(rows), commands])
 
 
-def _ours(claim: Claim, rows: list[dict]) -> tuple[str, str]:
-    """Return what was expected and what was measured."""
-    if claim.expected is not None:
-        return claim.expected, claim.figure(rows, "")
-    return claim.figure(rows, "expected_"), claim.figure(rows, "")
+def _by_experiment(rows: list[dict]) -> list[tuple[Experiment, list[dict]]]:
+    names = {row["experiment"] for row in rows}
+    if unknown := sorted(names - set(EXPERIMENTS)):
+        raise ValueError(f"experiment {unknown[0]!r}: known are {', '.join(EXPERIMENTS)}")
+    return [
+        (experiment, [row for row in rows if row["experiment"] == name])
+        for name, experiment in EXPERIMENTS.items()
+        if name in names
+    ]
 
 
 def _problems(rows: list[dict]) -> list[str]:
