@@ -10,11 +10,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sgl_prefix_attn.engine import model_facts, sglang_config
+from sgl_prefix_attn.engine.asked_tokens import asked
 from sgl_prefix_attn.engine.build import Execution, padding_plan
 from sgl_prefix_attn.engine.cross_check import check_layer
 from sgl_prefix_attn.engine.planned_layer import attend, must_raise, option_of, write_kv
@@ -132,13 +132,13 @@ class Extends:
         self.observed = self._active = None
         self._verifies = forward_batch.forward_mode.is_target_verify()
         try:
-            asked = _asked(forward_batch)
+            batch_asks = asked(forward_batch)
         except Exception:  # attention is local to a rank: the others need not know
             logger.exception("a batch of an unknown shape runs stock attention")
             return
-        if asked is None:
+        if batch_asks is None:
             return
-        seq_lens, query_lens, against = asked
+        seq_lens, query_lens, against = batch_asks
         against = against or (graph_problem if self._verifies else self._prefill_graph)
         reqs, tree_cache = schedule_batch.reqs, schedule_batch.tree_cache
         batch = RunningBatch(reqs, tree_cache, seq_lens, self._req_to_token)
@@ -229,22 +229,3 @@ class Extends:
         """Stock attention of a layer whose k and v are in the pool already."""
         stock = self._stock_of(forward_batch)
         return stock.forward_extend(q, k, v, layer, forward_batch, save_kv_cache=False)
-
-
-def _asked(forward_batch) -> tuple[np.ndarray, np.ndarray, str | None] | None:
-    """Return seq_lens int [B], new tokens included, query_lens int32 [B] and what stands against a
-    plan; None for a batch that neither extends nor verifies, or whose lengths the host lacks."""
-    mode, seq_lens = forward_batch.forward_mode, forward_batch.seq_lens_cpu
-    if seq_lens is None:
-        return None
-    if mode.is_target_verify():
-        draft = forward_batch.spec_info
-        query_lens = np.full(len(seq_lens), draft.draft_token_num, np.int32)
-        # other drafts are trees, whose tokens do not all see the ones before
-        is_chain = type(draft).__name__ == "EagleVerifyInput" and draft.tree_topk == 1
-        # without tokens for all, they are of a ragged batch
-        is_chain &= len(forward_batch.out_cache_loc) == query_lens.sum()
-        return seq_lens.numpy() + query_lens, query_lens, None if is_chain else "verify_tree"
-    if mode.name not in ("EXTEND", "MIXED") or not forward_batch.extend_seq_lens_cpu:
-        return None
-    return seq_lens.numpy(), np.array(forward_batch.extend_seq_lens_cpu, np.int32), None

@@ -7,7 +7,14 @@ from typing import NamedTuple
 
 from packaging.version import InvalidVersion, Version
 
-_EVERYWHERE = ("server_arguments", "batch_requests", "graph_capture", "graph_key", "graph_gate")
+_EVERYWHERE = (
+    "server_arguments",
+    "batch_requests",
+    "graph_capture",
+    "graph_key",
+    "graph_gate",
+    "ngram_drafts",
+)
 
 
 @dataclass(frozen=True)
