@@ -82,6 +82,8 @@ def build_extends(
         problem=model_facts.unsupported_extend(runner),
     )
     logger.info("--attention-backend prefix: extend batches with shared prefixes run row tiles")
+    if model_facts.speculative(runner.server_args) not in (None, "speculative:NGRAM"):
+        logger.info("--attention-backend prefix: the draft model runs stock kernels (draft_model)")
     return Extends(runner, stock_of, preparer, planner, executor, counters)
 
 

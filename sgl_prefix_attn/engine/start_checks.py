@@ -23,6 +23,17 @@ def keep_default_prefill(server_args) -> None:
         server_args.decode_attention_backend = BACKEND_NAME
 
 
+def keep_stock_drafts(server_args) -> None:
+    """Give the draft model of speculative decoding the stock backend unless another was asked for:
+    SGLang refuses to draft with a backend whose name it does not know."""
+    names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    asked = BACKEND_NAME in (getattr(server_args, name) for name in names)
+    if not asked or server_args.speculative_algorithm is None:
+        return
+    if server_args.speculative_draft_attention_backend in (None, BACKEND_NAME):
+        server_args.speculative_draft_attention_backend = "flashinfer"
+
+
 def check(server_args) -> None:
     """Refuse what could not work, and see to a radix tree that can be read, where prefix attention
     was asked for. Raises ValueError."""

@@ -1,7 +1,7 @@
 """Engines with speculative decoding on a Hopper GPU: chains are verified over plans, in graphs.
 
 The draft model is the target itself, so that nearly every draft is accepted and lengths move by
-several tokens a step.
+several tokens a step; it runs stock kernels. N-grams are drafted in an engine of their own.
 """
 
 import pytest
@@ -24,18 +24,24 @@ pytestmark = test_extend_engines.pytestmark
 
 SCENARIOS = plain("staggered", "siblings", "two_turns", "crowd")
 TOKENS = 4
+NGRAM = "ngram"
+REPEATED = plain("siblings", "repeated")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Two stock engines, of which one drafts, too, and one that verifies over plans."""
+    """Two stock engines, of which one drafts, too, and two that verify over plans."""
     folder = tmp_path_factory.mktemp("engines")
     drafts = {
         "speculative_algorithm": "STANDALONE",
         "speculative_draft_model_path": str(folder / "model"),
-        "speculative_draft_attention_backend": REFERENCE,
         "speculative_num_steps": TOKENS - 1,
         "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": TOKENS,
+    }
+    ngrams = {
+        "speculative_algorithm": "NGRAM",
+        "speculative_ngram_max_bfs_breadth": 1,
         "speculative_num_draft_tokens": TOKENS,
     }
 
@@ -52,6 +58,7 @@ def runs(tmp_path_factory):
         REFERENCE: (config(REFERENCE, **drafts), REFERENCE),
         NOISE: (config(NOISE), NOISE),
         TESTED: (config(TESTED, faulty, **drafts, prefill_attention_backend=TESTED), TESTED),
+        NGRAM: (config(NGRAM, REPEATED, **ngrams, prefill_attention_backend=TESTED), TESTED),
     }
     return first_alone(jobs, folder)
 
@@ -84,3 +91,22 @@ def test_swapped_chains_are_found(runs):
     noise = share(runs, NOISE, plain("siblings"))
     stock = runs[REFERENCE].outputs["siblings", ""]
     assert equal_share(stock, runs[TESTED].outputs["siblings", "swap_chains"]) < noise - MARGIN
+
+
+def test_the_draft_model_runs_stock_kernels(runs):
+    """Though none were asked for: SGLang drafts with backends that it knows."""
+    log = runs[TESTED].log
+    assert "the draft model runs stock kernels (draft_model)" in log
+    assert f"Overriding draft attention backend to {REFERENCE}" in log
+
+
+def test_ngrams_that_are_chains_are_verified_over_plans(runs):
+    """At first nothing is foretold, and drafts filled up with siblings are trees; the second time
+    the four requests say what they said, as near as bf16 has it."""
+    run, key = runs[NGRAM], ("repeated", "")
+    found = {(step["variant"], step["reason"]) for step in verified(run, key)}
+    assert found == {("prefix", "forced"), ("stock", "verify_tree")}
+    noise = share(runs, NOISE, plain("siblings"))
+    stock = runs[REFERENCE].outputs["siblings", ""]
+    assert share(runs, NGRAM, plain("siblings")) >= noise - MARGIN
+    assert equal_share(stock + stock, run.outputs[key]) >= noise - MARGIN

@@ -132,6 +132,11 @@ async def siblings(engine):
     return await together(generate(engine, SYSTEM + tokens(70 + i, 6 + i), 24) for i in range(4))
 
 
+async def repeated(engine):
+    """The siblings twice: what they say the second time, n-grams of the first time foretell."""
+    return await siblings(engine) + await siblings(engine)
+
+
 async def crowd(engine):
     """Six requests under one prompt that is already cached: more than a small graph holds."""
     await generate(engine, SYSTEM, 2)

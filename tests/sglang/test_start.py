@@ -112,6 +112,27 @@ def test_prefix_alone_speaks_of_decode(given):
         assert tuple(getattr(args, name) for name in names) == PREFILL[given]
 
 
+@pytest.mark.parametrize(
+    ("backends", "algorithm", "drafts", "drafts_then"),
+    [
+        (("prefix", None, None), "EAGLE", None, "flashinfer"),
+        ((None, "prefix", "prefix"), "STANDALONE", "prefix", "flashinfer"),
+        (("fa3", None, "prefix"), "EAGLE3", "fa3", "fa3"),
+        (("fa3", None, None), "EAGLE", None, None),
+        (("prefix", None, None), None, None, None),
+    ],
+)
+def test_drafts_keep_a_backend_that_sglang_drafts_with(backends, algorithm, drafts, drafts_then):
+    names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    args = SimpleNamespace(
+        **dict(zip(names, backends, strict=True)),
+        speculative_algorithm=algorithm,
+        speculative_draft_attention_backend=drafts,
+    )
+    hooks.load("keep_prefill").hook(args)
+    assert args.speculative_draft_attention_backend == drafts_then
+
+
 def test_an_sglang_that_is_too_old_is_refused_and_gets_no_hooks(monkeypatch):
     for version in ("0.5.16", "0.5.17rc1", "main"):
         monkeypatch.setattr(versions.metadata, "version", lambda name, version=version: version)

@@ -3,19 +3,12 @@
 SGLang's speculative workers do not start without a GPU: batches are as its EAGLE worker makes them.
 """
 
-from types import SimpleNamespace
-
-import numpy as np
 import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
-from sglang.srt.plugins.hook_registry import HookRegistry
-from sglang.srt.speculative.cpp_ngram.ngram_corpus import NgramCorpus
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
-from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
 from sgl_prefix_attn.execute.reference import full_attention
-from sgl_prefix_attn.plugin import entry_point
 from sgl_prefix_attn.records import Decision
 from sgl_prefix_attn.settings import Settings
 from tests.sglang.fake_graph_runner import GraphRunner, labels
@@ -125,59 +118,6 @@ def test_drafts_that_are_no_chains_are_stock(server, change):
     eager(server, batch)
     assert server.stock.calls == ["metadata", "extend"]
     assert server.backend.counters.extends == {TREE: 1}
-
-
-# --- n-grams: drafted on the host, where chains are told from trees -------------------------------
-
-CHAIN = np.tri(TOKENS, dtype=np.int64)
-# What SGLang's corpus answers: two matches that part, and one that is filled up with siblings.
-TREES = {
-    "branching": np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 0, 1]]),
-    "filled_up": np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]),
-    "no_match": np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]),
-}
-
-
-def ngrams(server, grown, masks):
-    """A batch whose drafts are of so many masks, drafted as SGLang's worker has its corpus do."""
-    entry_point.register()
-    HookRegistry.apply_hooks()
-    corpus = object.__new__(NgramCorpus)
-    answer = np.zeros(TOKENS * len(masks), np.int64), np.stack(masks).ravel()
-    corpus._obj = SimpleNamespace(match_stateful=lambda *asked: answer)
-    corpus._req_id_to_state_id, corpus._next_state_id = {}, 0
-    assert corpus.batch_get([f"{i}" for i in range(len(masks))], [], []) is answer
-    batch = verify_batch(server, grown)
-    batch.spec_info = NgramVerifyInput(
-        draft_token=None, custom_mask=torch.ones(1), draft_token_num=TOKENS
-    )
-    return batch
-
-
-def test_ngrams_that_are_chains_are_verified_over_a_plan(server):
-    for grown in (1, 3):
-        batch = ngrams(server, grown, [CHAIN] * 3)
-        q, out = eager(server, batch)
-        torch.testing.assert_close(out, expected(server, q, batch), rtol=1e-5, atol=1e-5)
-    assert not server.stock.calls and server.backend.counters.extends == {PREFIX: 2}
-
-
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("request_of_three", [0, 2])
-def test_one_request_whose_ngrams_are_a_tree_makes_the_batch_stock(server, tree, request_of_three):
-    masks = [CHAIN] * 3
-    masks[request_of_three] = TREES[tree]
-    eager(server, ngrams(server, 1, masks))
-    assert server.stock.calls == ["metadata", "extend"]
-    assert server.backend.counters.extends == {TREE: 1}
-
-
-def test_masks_are_of_the_batch_that_was_drafted_last_and_of_it_alone(server):
-    eager(server, ngrams(server, 1, [CHAIN] * 2))  # of two requests, where three are verified
-    again = ngrams(server, 2, [CHAIN] * 3)
-    eager(server, again)
-    eager(server, again)  # nothing was drafted for it
-    assert server.backend.counters.extends == {TREE: 2, PREFIX: 1}
 
 
 def test_without_prefill_by_prefix_nothing_is_built(monkeypatch):
