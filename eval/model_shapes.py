@@ -44,8 +44,10 @@ SHAPES = {
 }
 
 
-def write_config(folder: Path, shape: str) -> Path:
-    """Write config.json of a shape, for `--load-format dummy`."""
+def write_config(folder: Path, shape: str, **changes) -> Path:
+    """Write config.json of a shape, with changes of its keys, for `--load-format dummy`."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(LLAMA | SHAPES[shape], indent=1) + "\n")
+    (folder / "config.json").write_text(
+        json.dumps(LLAMA | SHAPES[shape] | changes, indent=1) + "\n"
+    )
     return folder
