@@ -51,9 +51,11 @@ def server(monkeypatch):
 
 
 def verify_batch(server, grown, topk=1):
-    """seq_lens are those before the draft, whose slots follow them on the rows."""
-    batch = server.batch(grown, VERIFY)
-    rows = torch.arange(len(server.world.reqs))
+    """seq_lens are those before the draft, whose slots follow them on the rows; grown [] or [B]:
+    tokens beyond the cached ones."""
+    batch = server.batch(0, VERIFY)
+    batch.seq_lens = batch.seq_lens_cpu = batch.seq_lens + torch.as_tensor(grown)
+    rows = batch.req_pool_indices = torch.tensor([r.req_pool_idx for r in server.world.reqs])
     ahead = batch.seq_lens[:, None] + torch.arange(TOKENS)
     batch.out_cache_loc = server.world.req_to_token[rows[:, None], ahead].long().flatten()
     batch.spec_info = draft(batch.seq_lens, topk)
@@ -61,7 +63,7 @@ def verify_batch(server, grown, topk=1):
 
 
 def expected(server, q, batch):
-    rows = torch.arange(len(batch.seq_lens)).repeat_interleave(TOKENS)
+    rows = batch.req_pool_indices.repeat_interleave(TOKENS)
     ends = (batch.seq_lens[:, None] + torch.arange(TOKENS) + 1).flatten()
     pool = server.runner.token_to_kv_pool
     out, _ = full_attention(
