@@ -30,8 +30,9 @@ TARGET_US = {256: 250.0}
 _GROUPS = 8
 
 
-def make_cache(core: str):
-    """Make SGLang's tree with one of its cores, over a pool that is never read.
+def make_cache(core: str, **changes):
+    """Make SGLang's tree with one of its cores, over a pool that is never read; `changes` of its
+    parameters.
 
     Raises ValueError for a core that it does not have.
     """
@@ -50,6 +51,7 @@ def make_cache(core: str):
             token_to_kv_pool_allocator=allocator,
             page_size=1,
             tree_components=(ComponentType.FULL,),
+            **changes,
         )
     )
 

@@ -130,7 +130,7 @@ def _parse(argv: list[str]):
     parser.add_argument("--model-shape", default="llama3.1-8b", choices=list(SHAPES))
     parser.add_argument("--backends", default="flashinfer,prefix/prefix", help="first: baseline")
     parser.add_argument("--workload", default="shared8k", help="a name, or 64x8192+256")
-    parser.add_argument("--speculative", type=speculative, default="4:3", help="a step's tokens")
+    parser.add_argument("--speculative", type=speculative, default="4:3", help="DRAFTED:ACCEPTED")
     parser.add_argument("--alternations", type=count, default=3)
     parser.add_argument(
         "--new-tokens", type=several(count), default="48,240", help="short and long generation"

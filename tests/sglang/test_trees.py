@@ -12,15 +12,16 @@ from sgl_prefix_attn.paths.tree_reader import RunningBatch
 SHOWS_PATHS = hasattr(interface.UnifiedTreeCoreInterface, "collect_path_info")  # from 0.5.22 on
 
 
-@pytest.fixture(params=bench_trees.CORES)
+@pytest.fixture(params=[(core, eagle) for core in bench_trees.CORES for eagle in (False, True)])
 def filled(request, monkeypatch):
-    """A tree and requests that end at its leaves, and what it was made with."""
-    monkeypatch.setenv(TREE_CORE, request.param)
+    """A tree and requests that end at its leaves; with an EAGLE draft its keys are bigrams."""
+    core, is_eagle = request.param
+    monkeypatch.setenv(TREE_CORE, core)
     try:
-        cache = bench_trees.make_cache(request.param)
+        cache = bench_trees.make_cache(core, is_eagle=is_eagle)
     except ValueError:
-        pytest.skip(f"this SGLang has no core in {request.param}")
-    if request.param == "rust" and not SHOWS_PATHS:
+        pytest.skip(f"this SGLang has no core in {core}")
+    if core == "rust" and not SHOWS_PATHS:
         assert unsupported_tree(cache) == "tree:RustUnifiedTreeCore"
         pytest.skip("this SGLang's core in Rust shows no paths")
     return cache, bench_trees.fill(cache, 32)
@@ -28,14 +29,17 @@ def filled(request, monkeypatch):
 
 def test_paths_are_those_of_the_prompts(filled):
     cache, reqs = filled
-    paths = reader_of(cache).read_paths(RunningBatch(reqs, cache, [700] * 32, None))
-    # One prompt for all, one of eight groups each, one of two requests, one of its own.
+    reader, bigrams = reader_of(cache), int(cache.tree_core.is_eagle)
+    paths = reader.read_paths(RunningBatch(reqs, cache, [700] * 32, None))
+    # One prompt for all, one of eight groups each, one of two requests, one of its own. A bigram
+    # that nobody else has begins at the last token of what is shared.
     assert np.unique(paths.length, return_counts=True)[1].tolist() == [16, 32, 8, 1]
+    assert paths.length.max() == 512 - bigrams
     for i, ids in enumerate(bench_trees.prompts(32)):
         length, node = 0, int(paths.leaf[i])
         while node >= 0:
             length, node = length + int(paths.length[node]), int(paths.parent[node])
-        assert length == len(ids)
+        assert length == len(ids) - bigrams
 
 
 @pytest.mark.skipif(not SHOWS_PATHS, reason="this SGLang's cores tell no paths")
