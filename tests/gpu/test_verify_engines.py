@@ -1,11 +1,13 @@
 """Engines with speculative decoding on a Hopper GPU: chains are verified over plans, in graphs.
 
 The draft model is the target itself, so that nearly every draft is accepted and lengths move by
-several tokens a step; it runs stock kernels. N-grams are drafted in an engine of their own.
+several tokens a step; it runs stock kernels. N-grams and an EAGLE layer draft in engines of their
+own.
 """
 
 import pytest
 
+from eval.model_shapes import write_config
 from tests.gpu import test_extend_engines
 from tests.gpu.test_engines import (
     ENGINE,
@@ -18,49 +20,75 @@ from tests.gpu.test_engines import (
     prefix_graphs,
     share,
 )
-from tests.sglang.engine import Config, plain
+from tests.sglang.engine import Config, plain, run_together
 
 pytestmark = test_extend_engines.pytestmark
 
 SCENARIOS = plain("staggered", "siblings", "two_turns", "crowd")
 TOKENS = 4
-NGRAM = "ngram"
+NGRAM, EAGLE = "ngram", "eagle"
 REPEATED = plain("siblings", "repeated")
+CHAINS = {
+    "speculative_num_steps": TOKENS - 1,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": TOKENS,
+}
+PLANNED = {"prefill_attention_backend": TESTED}
+
+
+def config(name, scenarios, env=None, **engine) -> Config:
+    env = (env or {}) | {
+        "SGL_PREFIX_ATTN_CPU_PLATFORM": "0",
+        "SGL_PREFIX_ATTN_POLICY": "prefix",
+        "SGL_PREFIX_ATTN_PREFILL": "1",
+    }
+    return Config(f"verify-{name}", scenarios, ENGINE | engine, env)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Two stock engines, of which one drafts, too, and two that verify over plans."""
-    folder = tmp_path_factory.mktemp("engines")
-    drafts = {
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("engines")
+
+
+@pytest.fixture(scope="module")
+def runs(folder):
+    """Two stock engines, of which one drafts, too, and one that verifies over plans."""
+    drafts = CHAINS | {
         "speculative_algorithm": "STANDALONE",
         "speculative_draft_model_path": str(folder / "model"),
-        "speculative_num_steps": TOKENS - 1,
-        "speculative_eagle_topk": 1,
-        "speculative_num_draft_tokens": TOKENS,
     }
+    faulty = (*SCENARIOS, ("siblings", "swap_chains"))
+    jobs = {
+        REFERENCE: (config(REFERENCE, SCENARIOS, **drafts), REFERENCE),
+        NOISE: (config(NOISE, SCENARIOS), NOISE),
+        TESTED: (config(TESTED, faulty, **drafts, **PLANNED), TESTED),
+    }
+    return first_alone(jobs, folder)
+
+
+@pytest.fixture(scope="module")
+def others(runs, folder):
+    """Engines that verify n-grams, and drafts of an EAGLE layer with random weights."""
+    layer = write_config(
+        folder / "draft", "tiny", architectures=["LlamaForCausalLMEagle"], num_hidden_layers=1,
+        hidden_size=512, intermediate_size=1024, head_dim=128,
+    )  # fmt: skip
     ngrams = {
         "speculative_algorithm": "NGRAM",
         "speculative_ngram_max_bfs_breadth": 1,
         "speculative_num_draft_tokens": TOKENS,
     }
-
-    def config(name, scenarios=SCENARIOS, **engine):
-        env = {
-            "SGL_PREFIX_ATTN_CPU_PLATFORM": "0",
-            "SGL_PREFIX_ATTN_POLICY": "prefix",
-            "SGL_PREFIX_ATTN_PREFILL": "1",
-        }
-        return Config(f"verify-{name}", scenarios, ENGINE | engine, env)
-
-    faulty = (*SCENARIOS, ("siblings", "swap_chains"))
-    jobs = {
-        REFERENCE: (config(REFERENCE, **drafts), REFERENCE),
-        NOISE: (config(NOISE), NOISE),
-        TESTED: (config(TESTED, faulty, **drafts, prefill_attention_backend=TESTED), TESTED),
-        NGRAM: (config(NGRAM, REPEATED, **ngrams, prefill_attention_backend=TESTED), TESTED),
+    eagle = CHAINS | {
+        "speculative_algorithm": "EAGLE",
+        "speculative_draft_model_path": str(layer),
+        "speculative_draft_load_format": "dummy",
     }
-    return first_alone(jobs, folder)
+    checks = {"SGL_PREFIX_ATTN_CHECK": "1", "SGL_PREFIX_ATTN_CHECK_EVERY": "4"}
+    jobs = {
+        NGRAM: (config(NGRAM, REPEATED, **ngrams, **PLANNED), TESTED),
+        EAGLE: (config(EAGLE, SCENARIOS, checks, **eagle, **PLANNED), TESTED),
+    }
+    return run_together(jobs, folder / "model", folder)
 
 
 def verified(run, key) -> list[dict]:
@@ -100,13 +128,22 @@ def test_the_draft_model_runs_stock_kernels(runs):
     assert f"Overriding draft attention backend to {REFERENCE}" in log
 
 
-def test_ngrams_that_are_chains_are_verified_over_plans(runs):
+def test_ngrams_that_are_chains_are_verified_over_plans(runs, others):
     """At first nothing is foretold, and drafts filled up with siblings are trees; the second time
     the four requests say what they said, as near as bf16 has it."""
-    run, key = runs[NGRAM], ("repeated", "")
+    run, key = others[NGRAM], ("repeated", "")
     found = {(step["variant"], step["reason"]) for step in verified(run, key)}
     assert found == {("prefix", "forced"), ("stock", "verify_tree")}
     noise = share(runs, NOISE, plain("siblings"))
     stock = runs[REFERENCE].outputs["siblings", ""]
-    assert share(runs, NGRAM, plain("siblings")) >= noise - MARGIN
+    assert equal_share(stock, run.outputs["siblings", ""]) >= noise - MARGIN
     assert equal_share(stock + stock, run.outputs[key]) >= noise - MARGIN
+
+
+def test_eagle_drafts_whose_tree_has_bigrams_pass_the_checks(runs, others):
+    """Of paths and slots in each step, and of layers against stock attention in every fourth."""
+    steps = [step for key in SCENARIOS for step in verified(others[EAGLE], key)]
+    assert {(step["variant"], step["reason"]) for step in steps} == {("prefix", "forced")}
+    assert any(step["cross_check"] for step in steps) and steps[-1]["mismatches"] == 0
+    noise = share(runs, NOISE, SCENARIOS)
+    assert share(runs | others, EAGLE, SCENARIOS) >= noise - MARGIN
