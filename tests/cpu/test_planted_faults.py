@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from eval.compare_outputs import faults
-from sgl_prefix_attn import plan as plan_module
 from sgl_prefix_attn.execute import reference
 from sgl_prefix_attn.execute.backends.torch_row_tiles import TorchRowTiles
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.params import Capacity
 from sgl_prefix_attn.kernels import layout as L
-from sgl_prefix_attn.plan import Planner, row_tile_planner
+from sgl_prefix_attn.plan import row_tile_planner
 from sgl_prefix_attn.records import HeadConfig
 from tests.support import plan_faults
 from tests.support.forests import planner
@@ -71,15 +70,7 @@ def test_the_comparison_finds_a_planted_fault(fault, dtype, monkeypatch):
 @pytest.mark.parametrize("family", ["packs", "row_tiles"])
 @pytest.mark.parametrize("fault", faults.FAULTS)
 def test_each_fault_of_the_evaluation_changes_attention(fault, family, monkeypatch):
-    for owner, name in (
-        (plan_module, "make_packs"),
-        (Planner, "plan_forest"),
-        (row_tile_planner, "make_tiles"),
-        (PlanExecutor, "append"),
-    ):
-        monkeypatch.setattr(owner, name, getattr(owner, name))  # undone at the end
-    planted = []
-    faults.FAULTS[fault](lambda: planted.append(fault))
+    planted = plan_faults.plant(monkeypatch, fault)
     problem = make_problem(plan_faults.tree(), HEADS)
     if family == "packs":
         made = loaded(problem, planner(HEADS, "naive").plan(problem.paths))

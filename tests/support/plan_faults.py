@@ -1,6 +1,10 @@
 """Faults planted into a plan's words: every check of plans and of kernels must find each."""
 
+from eval.compare_outputs import faults
+from sgl_prefix_attn import plan as plan_module
+from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.kernels import layout as L
+from sgl_prefix_attn.plan import row_tile_planner
 from sgl_prefix_attn.records import Plan
 from tests.support.forests import path_table
 from tests.support.plan_words import items, merge_entries, segments
@@ -72,3 +76,18 @@ FAULTS = [
     segment_of_another_request, overlap_segments, repeat_split, merge_one_too_few,
     merge_partials_of_the_next_row, merge_another_rows_partials, write_the_same_partial,
 ]  # fmt: skip
+
+
+def plant(patch, fault: str) -> list[str]:
+    """Plant a fault of the evaluation until the end of a test; a list that grows each time it takes
+    effect."""
+    for owner, name in (
+        (plan_module, "make_packs"),
+        (plan_module.Planner, "plan_forest"),
+        (row_tile_planner, "make_tiles"),
+        (PlanExecutor, "append"),
+    ):
+        patch.setattr(owner, name, getattr(owner, name))  # undone at the end
+    planted: list[str] = []
+    faults.FAULTS[fault](lambda: planted.append(fault))
+    return planted
