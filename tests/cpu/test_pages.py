@@ -20,6 +20,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"`([\w./-]+\.(?:py|json|jsonl|txt|log|png))`")
+TEST = re.compile(r"`([\w./-]+\.py)::(\w+)`")
 # Where a page's file names may begin.
 FOLDERS = ("", "sgl_prefix_attn", "eval/results", "tests/gpu")
 # Named, but not of this repository: what runs leave behind, and other projects' files.
@@ -59,6 +60,8 @@ def test_every_file_that_is_named_exists(page):
         return  # names what was there then
     for name in set(FILE.findall(prose(page))) - ELSEWHERE:
         assert any((ROOT / folder / name).exists() for folder in FOLDERS), name
+    for name, test in TEST.findall(prose(page)):
+        assert f"def {test}(" in (ROOT / name).read_text(), f"{name}::{test}"
 
 
 def test_the_readme_is_one_page():
