@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from sgl_prefix_attn.paths.request_fields import RequestReader, node_of, record_of
-from sgl_prefix_attn.paths.tree_reader import RequestPath, RunningBatch
+from sgl_prefix_attn.paths.tree_reader import RequestPath, RunningBatch, TreeInvariantError
 from sgl_prefix_attn.records import PathTable
 
 
@@ -20,8 +20,8 @@ class RadixReader(RequestReader):
         """Return the node object where a request's path ends, or None."""
         return node_of(req)
 
-    def slots_of(self, node) -> torch.Tensor:
-        """Return the KV slots of a node's tokens."""
+    def slots_of(self, node) -> torch.Tensor | None:
+        """Return the KV slots of a node's tokens, None where the device does not have them."""
         return node.value
 
     def read_paths(self, batch: RunningBatch) -> PathTable:
@@ -39,9 +39,13 @@ class RadixReader(RequestReader):
                 node = node.parent
             above = index.get(node, -1)
             for node in reversed(fresh):
+                slots = self.slots_of(node)
+                if slots is None:
+                    raise TreeInvariantError(
+                        f"request {req.rid}: node {node.id} has no slots on the device"
+                    )
                 parent.append(above)
-                # len() of a tensor takes six times as long
-                length.append(self.slots_of(node).numel())
+                length.append(slots.numel())  # len() of a tensor takes six times as long
                 node_id.append(node.id)
                 above = index[node] = len(parent) - 1
             leaf[i_req] = above

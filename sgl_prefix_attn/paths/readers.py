@@ -6,10 +6,13 @@ from sgl_prefix_attn.paths.tree_reader import TreeReader
 from sgl_prefix_attn.paths.unified_node_reader import UnifiedNodeReader
 from sgl_prefix_attn.paths.unified_path_reader import UnifiedPathReader
 
-# By module and name of the exact class: HiRadixCache and LMCRadixCache derive from RadixCache and
-# keep values elsewhere, so a subclass is not supported until it has been tried.
+# By module and name of the exact class: a subclass like LMCRadixCache keeps values elsewhere, so it
+# is not supported until it has been tried.
 _READERS: dict[tuple[str, str], TreeReader] = {
     ("sglang.srt.mem_cache.radix_cache", "RadixCache"): RadixReader(),
+    # HiCache until 0.5.18, later part of UnifiedRadixCache. It never moves the KV of a running
+    # request, whose path is locked: docs/sglang-integration.md says what is known of that.
+    ("sglang.srt.mem_cache.hiradix_cache", "HiRadixCache"): RadixReader(),
     ("sglang.srt.mem_cache.chunk_cache", "ChunkCache"): ChunkReader(),
 }
 # Around one of these two until 0.5.21; UnifiedRadixCache has sessions of its own.
@@ -38,8 +41,9 @@ def _reader_or_problem(cache) -> tuple[TreeReader | None, str]:
     # Sliding windows and state-space models keep slots of their own in the tree.
     if cache.tree_components != (0,):  # full attention alone
         return None, "components"
-    if cache.cache_controller is not None:
-        return None, "hicache"
+    # HiCache whose host memory is no cache, only the way to and from a store: not tried.
+    if getattr(cache, "buffer_pipeline", None) is not None:
+        return None, "hicache_buffer_only"
     if getattr(cache, "linker", None) is not None:
         return None, "linker"
     core = type(cache.tree_core).__name__

@@ -15,5 +15,5 @@ class UnifiedNodeReader(RadixReader):
         node = node_of(req)
         return None if node is None else tree_cache.tree_core.node_by_id(node)
 
-    def slots_of(self, node) -> torch.Tensor:
+    def slots_of(self, node) -> torch.Tensor | None:
         return node.component_data[_FULL_ATTENTION].value

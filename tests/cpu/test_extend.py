@@ -12,7 +12,7 @@ from sgl_prefix_attn.predict.prefill_time import PrefillTime
 from sgl_prefix_attn.records import Decision, HeadConfig, Prediction
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.step.extend import GAIN, ExtendPreparer, decide_extend
-from tests.support.fake_sglang import HiRadixCache, World
+from tests.support.fake_sglang import LMCRadixCache, World
 from tests.support.forests import path_table
 from tests.support.steps import shared_world
 
@@ -69,8 +69,8 @@ def test_what_shares_nothing_is_stock_unless_forced():
     ("options", "cache", "reason"),
     [
         ({"settings": Settings(policy="stock")}, None, "forced"),
-        ({}, HiRadixCache(), "tree:HiRadixCache"),
-        ({"problem": "layers:bidirectional"}, HiRadixCache(), "layers:bidirectional"),
+        ({}, LMCRadixCache(), "tree:LMCRadixCache"),
+        ({"problem": "layers:bidirectional"}, LMCRadixCache(), "layers:bidirectional"),
         ({"capacity": replace(UNLIMITED, words=1)}, None, "plan_too_large"),
     ],
 )

@@ -12,7 +12,7 @@ from sgl_prefix_attn.metrics.exporter import PrometheusExporter
 from sgl_prefix_attn.metrics.intervals import StepIntervals
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.step.policy import STOCK_STEPS
-from tests.support.fake_sglang import HiRadixCache
+from tests.support.fake_sglang import LMCRadixCache
 from tests.support.steps import Failing, Times, preparer, run, shared_world
 
 # Three layers with 2 KV heads of 32, one with other head dims; bf16.
@@ -49,14 +49,14 @@ def test_steps_are_exported_by_variant_and_reason(world, registry, value):
     steps = exported(registry)
     run(steps, world, 1)
     run(steps, world, 2)
-    run(steps, world, 3, HiRadixCache())
+    run(steps, world, 3, LMCRadixCache())
     steps.counters.mismatch()
     assert value("steps_total", variant="prefix", reason="default") == 2
-    assert value("steps_total", variant="stock", reason="tree:HiRadixCache") == 1
+    assert value("steps_total", variant="stock", reason="tree:LMCRadixCache") == 1
     assert value("check_mismatches_total") == 1
     assert {(d.variant, d.reason): count for d, count in steps.counters.steps.items()} == {
         ("prefix", "default"): 2,
-        ("stock", "tree:HiRadixCache"): 1,
+        ("stock", "tree:LMCRadixCache"): 1,
     }
 
 
@@ -64,7 +64,7 @@ def test_kv_is_exported_in_bytes_of_all_layers_and_in_tokens_of_one(world, regis
     steps = exported(registry)
     run(steps, world, 1)
     run(steps, world, 2)
-    run(steps, world, 3, HiRadixCache())  # its tree is not read: nothing is known to be shared
+    run(steps, world, 3, LMCRadixCache())  # its tree is not read: nothing is known to be shared
     tokens = {
         "read": 40 + 4 * 2 + 40 + 4 * 3 + 4 * 44,
         "query_centric": 4 * (42 + 43 + 44),
@@ -114,7 +114,7 @@ def test_predicted_seconds_are_those_of_the_kernels_that_ran_over_all_layers(
     steps = exported(registry, predictor=times)
     run(steps, world, 1)
     run(steps, world, 2)
-    run(steps, world, 3, HiRadixCache())  # rests on no prediction
+    run(steps, world, 3, LMCRadixCache())  # rests on no prediction
     assert value("predicted_attention_seconds_total", variant="prefix") == pytest.approx(
         2 * 4 * 20e-6
     )
@@ -213,7 +213,7 @@ def test_a_line_every_interval_says_what_came_since_the_last(world, lines):
     run(steps, world, 2)
     run(steps, world, 3)
     assert len(lines()) == 1
-    run(steps, world, 4, HiRadixCache())
+    run(steps, world, 4, LMCRadixCache())
     first, second = lines()
     assert first.startswith(
         # (40 + 4 * 2) + (40 + 4 * 3) tokens of 4 * (42 + 43), a megabyte each
@@ -221,7 +221,7 @@ def test_a_line_every_interval_says_what_came_since_the_last(world, lines):
         "KV saved: 0.240 GB (70.6%), #plan: 1 (first 1), planning (ms): "
     )
     assert first.endswith(f"last plan: #pack: 5, #work-item: {stats.num_items}")
-    assert "#step: 2, prefix (default): 1, stock (tree:HiRadixCache): 1, " in second
+    assert "#step: 2, prefix (default): 1, stock (tree:LMCRadixCache): 1, " in second
     # 40 + 4 * 4 and 4 * 45 tokens; without sharing 4 * (44 + 45)
     assert "KV read: 0.236 GB, KV saved: 0.120 GB (33.7%), #plan: 0, planning (ms): 0.00" in second
 

@@ -14,7 +14,7 @@ from sgl_prefix_attn.step.policy import GAINS, HELD_LOSS, HOLD_STEPS, BatchFacts
         (BatchFacts(), Decision("prefix", "default")),
         (BatchFacts(policy="prefix"), Decision("prefix", "forced")),
         (BatchFacts(policy="stock"), Decision("stock", "forced")),
-        (BatchFacts(tree="tree:HiRadixCache"), Decision("stock", "tree:HiRadixCache")),
+        (BatchFacts(tree="tree:LMCRadixCache"), Decision("stock", "tree:LMCRadixCache")),
         (BatchFacts(model="kv_dtype:x", tree="tree:y"), Decision("stock", "kv_dtype:x")),
         (BatchFacts(fault="planner_error"), Decision("stock", "planner_error")),
         (BatchFacts(graph="graph_batch_size"), Decision("stock", "graph_batch_size")),

@@ -10,7 +10,7 @@ from sgl_prefix_attn.paths.radix_reader import RadixReader
 from sgl_prefix_attn.records import Decision, Prediction
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.step.policy import HOLD_STEPS, STOCK_STEPS
-from tests.support.fake_sglang import HiRadixCache, World
+from tests.support.fake_sglang import LMCRadixCache, World
 from tests.support.steps import Failing, Times, planner, preparer, run, shared_world
 
 DEFAULT, ERROR = Decision("prefix", "default"), Decision("stock", "planner_error")
@@ -52,7 +52,7 @@ def test_a_forced_policy_and_an_unsupported_tree_or_model_are_stock_steps(world)
     forced = preparer(Settings(policy="stock"))
     assert run(forced, world, 1).decision == Decision("stock", "forced")
     other = preparer()
-    assert run(other, world, 1, HiRadixCache()).decision == Decision("stock", "tree:HiRadixCache")
+    assert run(other, world, 1, LMCRadixCache()).decision == Decision("stock", "tree:LMCRadixCache")
     other.only_stock("layer_option:sinks")
     assert run(other, world, 1).decision == Decision("stock", "layer_option:sinks")
     assert other.counters.kv_tokens["read"] == other.counters.kv_tokens["query_centric"] == 8 * 42

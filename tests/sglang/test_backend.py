@@ -16,7 +16,7 @@ from sgl_prefix_attn.metrics.exporter import PrometheusExporter
 from sgl_prefix_attn.records import Decision
 from sgl_prefix_attn.settings import Settings
 from tests.sglang.fake_server import HKV, HQ, D, Server
-from tests.support.fake_sglang import HiRadixCache
+from tests.support.fake_sglang import LMCRadixCache
 
 
 def test_eager_steps_equal_full_attention_planned_or_appended(server):
@@ -44,7 +44,7 @@ def test_the_soft_cap_of_a_layer_is_applied(server):
     assert (server.expected(q, batch) - out).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("cache", [None, HiRadixCache()], ids=["prefix", "stock"])
+@pytest.mark.parametrize("cache", [None, LMCRadixCache()], ids=["prefix", "stock"])
 def test_kv_that_is_in_the_pool_is_not_written_again(server, cache):
     """Models with fused rotary kernels write it themselves and pass save_kv_cache=False."""
     before = server.runner.token_to_kv_pool.k.clone()

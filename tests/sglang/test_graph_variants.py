@@ -21,9 +21,9 @@ from tests.sglang.fake_graph_runner import (
     step,
 )
 from tests.sglang.fake_server import HQ, Server
-from tests.support.fake_sglang import HiRadixCache
+from tests.support.fake_sglang import LMCRadixCache
 
-OTHER_TREE = HiRadixCache()  # makes a step stock
+OTHER_TREE = LMCRadixCache()  # makes a step stock
 
 
 def decisions(server):

@@ -13,7 +13,7 @@ from sgl_prefix_attn.records import Decision
 from sgl_prefix_attn.settings import Settings
 from tests.sglang.fake_graph_runner import GraphRunner, labels
 from tests.sglang.fake_server import HQ, PLAIN_SERVER, D, Server
-from tests.support.fake_sglang import HiRadixCache
+from tests.support.fake_sglang import LMCRadixCache
 from tests.support.multi_token import CHAIN_FAULTS
 
 TOKENS = 4  # of a draft
@@ -188,7 +188,7 @@ def test_each_size_has_a_graph_of_either_kind_and_batches_choose(server):
     runner = VerifyRunner(server)
     runner.capture()
     assert labels(runner) == [(n, label) for n in (4, 2, 1) for label in (None, "prefix")]
-    for grown, cache in ((1, None), (4, None), (5, HiRadixCache()), (8, None)):
+    for grown, cache in ((1, None), (4, None), (5, LMCRadixCache()), (8, None)):
         before = len(server.stock.calls)
         if cache is not None:
             batch = runner.live(grown)

@@ -31,7 +31,8 @@ class Node:
 # The reader goes by the exact class of the cache.
 RadixCache = type("RadixCache", (), {"__module__": "sglang.srt.mem_cache.radix_cache"})
 ChunkCache = type("ChunkCache", (), {"__module__": "sglang.srt.mem_cache.chunk_cache"})
-HiRadixCache = type("HiRadixCache", (RadixCache,), {"__module__": "sglang.srt.mem_cache.hiradix"})
+HiRadixCache = type("HiRadixCache", (), {"__module__": "sglang.srt.mem_cache.hiradix_cache"})
+LMCRadixCache = type("LMCRadixCache", (RadixCache,), {"__module__": "sglang.srt.mem_cache.lmc"})
 
 
 class UnifiedRadixCache:
