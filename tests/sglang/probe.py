@@ -5,6 +5,7 @@ $PROBE_STEPS as JSON lines, with the tensor-parallel rank that made each; the fa
 from $PROBE_FAULT before each step, so that one engine serves many scenarios.
 $PROBE_LORA_LABELS set: decode graphs are captured once for each of SGLang's LoRA labels.
 $PROBE_ROW_TILES set: the server runs row tiles, in torch.
+$PROBE_HOST_COPIES set: HiCache copies KV in torch, for it has no GPU.
 """
 
 import dataclasses
@@ -25,6 +26,10 @@ def register():
         from sgl_prefix_attn.engine import build
         from sgl_prefix_attn.step import extend, preparer
 
+        if os.environ.get("PROBE_HOST_COPIES"):
+            from tests.support.host_copies import copy_with_torch
+
+            copy_with_torch()
         _record_steps(preparer, Path(steps), Path(fault_file))
         _record_extends(extend, Path(steps))
         _plant_faults(preparer, build, Path(fault_file))
@@ -75,8 +80,23 @@ def _count_evictions() -> list[int]:
     return freed
 
 
+def _count_loads() -> list[int]:
+    """KV tokens of each time that HiCache copied from the host to the device."""
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+    load, loaded = MHATokenToKVPoolHost.load_to_device_per_layer, []
+
+    def counted(self, device_pool, host_indices, device_indices, layer_id, *args, **kwargs):
+        if layer_id == 0:
+            loaded.append(len(host_indices))
+        return load(self, device_pool, host_indices, device_indices, layer_id, *args, **kwargs)
+
+    MHATokenToKVPoolHost.load_to_device_per_layer = counted
+    return loaded
+
+
 def _record_steps(preparer, steps: Path, fault_file: Path):
-    prepare, evicted = preparer.StepPreparer.prepare, _count_evictions()
+    prepare, evicted, loaded = preparer.StepPreparer.prepare, _count_evictions(), _count_loads()
     read = []
     for reader in READERS:
         _note_calls(reader, "mapping", read)
@@ -104,6 +124,7 @@ def _record_steps(preparer, steps: Path, fault_file: Path):
             "causes": [c for c in after if after[c] != before.get(c, 0)],
             "requests_read": bool(read),
             "evicted": sum(evicted),
+            "loaded": sum(loaded),
             "requests": [req.rid for req in batch.reqs],
             "seq_lens": batch.seq_lens.tolist(),
             "nodes": step.new_plan.stats.num_nodes if step.new_plan else None,

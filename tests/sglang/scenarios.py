@@ -102,6 +102,29 @@ async def evicting(engine):
     return [*two, *rest]
 
 
+async def loaded_back(engine):
+    """Siblings whose prompt a small pool has evicted since siblings before them ran: HiCache loads
+    it back from the host, beside a request that decodes all along. Then another one splits it."""
+    first = await siblings(engine)
+    running, split = asyncio.Event(), asyncio.Event()
+
+    async def others():
+        await running.wait()
+        for i in range(8):
+            await generate(engine, tokens(110 + i, 100), 2)
+        again = [
+            generate(engine, SYSTEM + tokens(120 + i, 6 + i), 24, at={} if i else {4: split})
+            for i in range(3)
+        ]
+        return await together(
+            [*again, after(split, generate(engine, SYSTEM[:50] + tokens(9, 9), 12))]
+        )
+
+    one = generate(engine, tokens(109, 40), 160, at={2: running})
+    one, rest = await together([one, others()])
+    return [*first, one, *rest]
+
+
 async def two_turns(engine):
     """A second turn continues the first one's output, next to a sibling."""
     ids = SYSTEM + tokens(40, 8)

@@ -16,7 +16,7 @@ CHECKED = {"SGL_PREFIX_ATTN_CHECK": "1", "SGL_PREFIX_ATTN_CHECK_EVERY": "2"}
 
 # Greedy outputs in float32 are those of the model, whatever is scheduled how: one stock engine
 # speaks for every configuration.
-REFERENCE = Config("reference", EVERYTHING + plain("evicting"))
+REFERENCE = Config("reference", EVERYTHING + plain("evicting", "loaded_back"))
 BASE = Config("base", EVERYTHING + FOUND, env={"DRIVER_SPAWNS": "1", **CHECKED})
 CHUNKED = Config(
     "mixed_chunks",
