@@ -85,6 +85,8 @@ def engines(tmp_path_factory):
     model = write_tiny_llama(folder / "model", **CHANGES)
     adapter = {"lora_paths": {"adapter": str(write_adapter(folder / "adapter"))}}
     env = {"SGL_PREFIX_ATTN_CPU_PLATFORM": "0", "SGL_PREFIX_ATTN_POLICY": "prefix"}
+    # Engines that share GPUs find unlike parts of them free.
+    env |= {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
     jobs = {
         ("plain", b): Config("plain", plain(*LIKE_STOCK), ENGINE, env) for b in (REFERENCE, NOISE)
     }
@@ -95,6 +97,8 @@ def engines(tmp_path_factory):
         checks = CHECKS if name in CHECKED else {}
         for backend in (REFERENCE, TESTED):
             prefill = SAME_PREFILL if backend == TESTED else {}
+            # With data-parallel attention ports are counted from this one.
+            engine["port"] = 30000 + 100 * len(jobs)
             jobs[name, backend] = Config(name, plain(scenario), engine | prefill, env | checks)
     started = {}
     for i, (key, config) in enumerate(jobs.items()):
