@@ -13,12 +13,15 @@ import contextlib
 import os
 import runpy
 import sys
+import warnings
 from pathlib import Path
 
 import orjson
 
 
 def main() -> None:
+    # The threads are those of numerical libraries, which nothing has called yet.
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     # A release that has the client elsewhere imports it in every run.
     with contextlib.suppress(ImportError):
         import sglang.benchmark.serving  # noqa: F401
