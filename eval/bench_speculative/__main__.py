@@ -28,7 +28,7 @@ from eval.bench_speculative import verify_steps
 from eval.cli_values import device, several
 from eval.dummy_engine import engine_arguments, start
 from eval.engine_process import EngineError, end_on_sigterm, folder_name, uses_prefix
-from eval.model_shapes import SHAPES, write_config
+from eval.model_shapes import LLAMAS, SHAPES, write_config
 from sgl_prefix_attn.cli.argument_types import count
 
 # KV pool over what the workload needs: outputs of earlier generations, slots of drafts ahead.
@@ -127,7 +127,7 @@ def _text(row: dict) -> str:
 
 def _parse(argv: list[str]):
     parser = argparse.ArgumentParser(prog="python -m eval.bench_speculative", description=__doc__)
-    parser.add_argument("--model-shape", default="llama3.1-8b", choices=list(SHAPES))
+    parser.add_argument("--model-shape", default="llama3.1-8b", choices=LLAMAS)
     parser.add_argument("--backends", default="flashinfer,prefix/prefix", help="first: baseline")
     parser.add_argument("--workload", default="shared8k", help="a name, or 64x8192+256")
     parser.add_argument("--speculative", type=speculative, default="4:3", help="DRAFTED:ACCEPTED")

@@ -36,7 +36,7 @@ from eval.engine_process import (
     folder_name,
     uses_prefix,
 )
-from eval.model_shapes import SHAPES
+from eval.model_shapes import LLAMAS
 from sgl_prefix_attn.cli.argument_types import count
 
 _JUDGED = {"layers": "layer outputs", "logprobs": "comparisons", "gsm8k": "accuracies"}
@@ -156,7 +156,7 @@ def _parse(argv: list[str]):
         "compared with the first, but for layers",
     )
     parser.add_argument("--disable-cuda-graph", action="store_true")
-    parser.add_argument("--model-shape", default="llama3.1-8b", choices=list(SHAPES))
+    parser.add_argument("--model-shape", default="llama3.1-8b", choices=LLAMAS)
     parser.add_argument("--layers", type=count, default=4)
     parser.add_argument("--scenarios", default="shared,three_levels")
     parser.add_argument("--page-size", type=several(count), default="1,16")

@@ -173,7 +173,7 @@ def test_a_file_that_is_no_result_is_named(tmp_path, content, capsys):
     [
         ("README.md", ("serving_h200",), ("--short",)),
         ("docs/serving.md", ("serving_h200", "agents_h200", "ttft_h200"), ()),
-        ("docs/papers.md", ("papers_ablations_h200", "papers_expected"), ()),
+        ("docs/papers.md", ("papers_ablations_h200", "papers_traces_h200", "papers_expected"), ()),
         (
             "docs/measurements.md",
             (
