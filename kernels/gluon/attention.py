@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .consumer import consume
 from .producer import produce
-from .shape import BLOCK, HALF_ROWS, Rings, Shape, let_next_kernel_start
+from .shape import BLOCK, HALF_ROWS, Rings, Shape
 
 MAX_STAGES = gl.constexpr(8)
 
@@ -71,8 +71,6 @@ def row_tile_kernel(
         HEADS, GROUP, HEAD_DIM, STAGES, ITEM, BIT_KEYS, HAS_CAP, HAS_LSE, PDL,
         PRODUCER_WARPS, FUSED_MERGE, DYNAMIC,
     )  # fmt: skip
-    if PDL:
-        let_next_kernel_start()
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     KL: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -18,6 +18,7 @@ from .shape import (
     advance,
     blocks_of,
     group_barrier,
+    let_next_kernel_start,
     ticket_of,
     wait_for_kernel_before,
 )
@@ -89,6 +90,8 @@ def produce(
     steps = gl.load(words_ptr + H_STEPS)
     if S.PDL:
         wait_for_kernel_before()
+        # Not earlier: so the next kernel starts when the one before this one is done.
+        let_next_kernel_start()
     stage = 0
     phase = 0
     q_phases = 0

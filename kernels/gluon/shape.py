@@ -137,7 +137,9 @@ def blocks_of(p_item, steps):
 
 @gluon.jit
 def wait_for_kernel_before():
-    """Programmatic dependent launch: everything before this may overlap with that kernel."""
+    """Programmatic dependent launch: everything before this may overlap with that kernel, and
+    reads nothing that it writes: words, slots and keys alone, which append and fill have written.
+    """
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )

@@ -79,7 +79,9 @@ def test_no_spills_and_hopper_instructions(shape, tmp_path):
     assert len(re.findall(r"\bHGMMA", sass)) == 2 * (head_dim // 16 + 2 * 4)
     assert "LDGSTS.E.BYPASS.128" in sass, "rows are not copied 16 bytes a thread"
     assert not re.search(r"\b(STL|LDL)\b", sass), "registers are spilled"
-    assert ("ACQBULK" in sass) == flags.get("pdl", False)
+    # the producer waits for the kernel before, and only then lets the next one start
+    depends = re.findall(r"\b(ACQBULK|PREEXIT)\b", sass)
+    assert depends == ["ACQBULK", "PREEXIT"] * flags.get("pdl", False)
     # the merge waits for the counter, once a warpgroup
     assert ("CCTL.IVALL" in sass) == flags.get("fused_merge", True)
 

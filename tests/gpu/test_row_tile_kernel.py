@@ -158,6 +158,45 @@ def test_256_steps_in_one_graph(shape):
                 executor.append(seq_lens, cache_loc)
 
 
+@pytest.mark.parametrize("shape", ["llama", "llama-tp8", "mha"])
+def test_layers_of_a_graph_that_start_early(shape):
+    """Dependent launches, one right behind the other: each layer attends with what the one before
+    it wrote last, over the same partial results and counters."""
+    heads, dtype, _ = SHAPES[shape]
+    paths, generator = random_paths(13, 37, 6), torch.Generator().manual_seed(1)
+    for plan in cuts_of(paths, heads):
+        problem = gpu_problem(paths, heads, dtype, room=4)
+        made = [Runner(problem, plan, pdl=pdl).executor for pdl in (False, True)]
+        outs = [problem.q.new_full((8, *problem.q.shape), math.nan) for _ in made]
+        seq_lens = problem.seq_lens.clone()
+        cache_loc = torch.zeros(37, dtype=torch.int64, device=DEVICE)
+
+        def step(executor, out, one=problem, seq_lens=seq_lens, cache_loc=cache_loc):
+            executor.append(seq_lens, cache_loc)
+            q = one.q
+            for layer in out:
+                executor.run(layer_of(one, q, one.k, one.v, layer))
+                q = layer * 4  # another kernel between
+                executor.run(layer_of(one, q, one.v, one.k, layer))
+                q = layer  # none
+
+        graphs = []
+        for executor, out in zip(made, outs, strict=True):
+            step(executor, out)
+            torch.cuda.synchronize()
+            graphs.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(graphs[-1]):
+                step(executor, out)
+        for grown in range(4):
+            if grown:
+                cache_loc.copy_(problem.grow(generator))
+            seq_lens.copy_(problem.seq_lens)
+            for graph, out in zip(graphs, outs, strict=True):
+                out.fill_(math.nan)
+                graph.replay()
+            assert outs[0].isfinite().all() and torch.equal(*outs)
+
+
 def test_an_empty_plan_writes_nothing():
     heads = SHAPES["llama"][0]
     executor = PlanExecutor(

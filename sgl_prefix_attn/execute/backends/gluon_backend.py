@@ -53,7 +53,10 @@ class RowTileWorkspace(Workspace):
 class GluonBackend:
     """KernelBackend of Hopper GPUs: one launch a layer, whatever the tree.
 
-    With pdl the kernel starts while the one before it still runs, where that one allows it.
+    pdl: launches are programmatic dependent ones. The kernel starts while the one before it ends,
+    reads words, slots and keys, and waits for that kernel before it reads or writes anything else.
+    The first launch behind a fill or append is in full order: what these wrote is there for every
+    later launch, because each starts after that one did.
     """
 
     layout_version: ClassVar[int] = W.VERSION
@@ -73,6 +76,7 @@ class GluonBackend:
         pdl: bool = False,
     ):
         self.heads, self.pdl = heads, pdl
+        self._written = True  # by a fill or append, since the last launch
         self._dtype, self._device = dtype, device
         gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
         # more CTAs than SMs would wait for parts of CTAs that cannot start
@@ -135,6 +139,7 @@ class GluonBackend:
         req_to_token: torch.Tensor,
         req_pool_indices: torch.Tensor,
     ) -> None:
+        self._written = True
         segments = int(plan.words[W.H_NUM_SEGMENTS])
         if segments:
             fill_blocks_kernel[(segments, min(64, triton.cdiv(plan.longest, _FILL_STEP)))](
@@ -145,12 +150,14 @@ class GluonBackend:
     def append(
         self, workspace: RowTileWorkspace, seq_lens: torch.Tensor, out_cache_loc: torch.Tensor
     ) -> None:
+        self._written = True
         append_token_kernel[(1,)](
             workspace.words, seq_lens, out_cache_loc, workspace.kv_indices, workspace.keys,
             STEP=1024,
         )  # fmt: skip
 
     def forward(self, workspace: RowTileWorkspace, layer: LayerParams) -> None:
+        launch_pdl, self._written = self.pdl and not self._written, False
         constants = kernel_constants(
             self.heads.num_kv_heads, self.heads.group_size, self.heads.head_dim,
             has_cap=layer.soft_cap > 0, has_lse=layer.out_lse is not None, pdl=self.pdl,
@@ -162,5 +169,5 @@ class GluonBackend:
             workspace.partial_out, workspace.partial_state, workspace.tickets, workspace.words,
             workspace.kv_indices, workspace.keys, layer.q.stride(0), layer.k_cache.stride(0),
             layer.v_cache.stride(0), layer.out.stride(0), layer.sm_scale, layer.soft_cap,
-            **constants, **compiler_options(), launch_pdl=self.pdl,
+            **constants, **compiler_options(), launch_pdl=launch_pdl,
         )  # fmt: skip

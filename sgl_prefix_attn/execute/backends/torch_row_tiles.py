@@ -16,8 +16,10 @@ _SMS = 16
 class TorchRowTiles(GluonBackend):
     """GluonBackend with its kernels replaced by their interpreter, for any head dim and dtype."""
 
-    def __init__(self, heads: HeadConfig, dtype: torch.dtype, device: torch.device):
-        super().__init__(heads, dtype, device)
+    def __init__(
+        self, heads: HeadConfig, dtype: torch.dtype, device: torch.device, pdl: bool = False
+    ):
+        super().__init__(heads, dtype, device, pdl)
         self.num_sms = _SMS
 
     def fill(
