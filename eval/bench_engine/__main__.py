@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from eval import provenance
-from eval.bench_engine import host_times
+from eval.bench_engine import engine_plugin, host_times
 from eval.bench_engine.decode_times import Samples, alternate, each_tpot_ms, tpot_ms
 from eval.bench_engine.workloads import NAMED, Workload, parse_workloads
 from eval.cli_values import device, several
@@ -65,9 +65,11 @@ def _run_group(group, folder: Path, args, workloads, new_tokens, rows: list[dict
         for backend in group:
             home = folder / folder_name(backend)
             times[backend] = home / "host.json"
-            plugin = host_times.__name__ if uses_prefix(backend) else None
+            plugin = engine_plugin.__name__ if uses_prefix(backend) else None
+            name = backend.removesuffix(engine_plugin.ORDERED)
             env = {host_times.ENV: str(times[backend])}
-            engines[backend] = start(stack, backend, home, arguments, plugin=plugin, env=env)
+            env |= {engine_plugin.ENV: "1"} if name != backend else {}
+            engines[backend] = start(stack, name, home, arguments, plugin=plugin, env=env)
         for workload in workloads:
             before = {backend: host_times.read(path) for backend, path in times.items()}
             samples = alternate(
@@ -132,7 +134,8 @@ def _parse(argv: list[str]):
     parser.add_argument(
         "--backends",
         default="prefix,flashinfer",
-        help="such as prefix,flashinfer,fa3,fa3/prefix; prefix:KERNELS forces its kernels",
+        help="such as prefix,flashinfer,fa3,fa3/prefix; prefix:KERNELS forces its kernels, "
+        "prefix:row_tiles:ordered launches them without overlap",
     )
     parser.add_argument("--baseline", default="flashinfer")
     parser.add_argument("--workloads", default=",".join(NAMED), help="or 64x8192+256")

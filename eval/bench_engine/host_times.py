@@ -1,4 +1,4 @@
-"""SGLang plugin of the benchmark: times our host code in the scheduler process.
+"""Host times of the benchmark: times our host code in the scheduler process, as a plugin does.
 
 Loaded into the engine only by eval.engine_process. Writes steps by decision, the host time of
 steady prefix steps (from SGLang's hand-over of the batch to the decision; no new plan) and what the

@@ -13,7 +13,7 @@ import torch
 from eval import bench_plan, bench_stages, report, sanitize
 from eval.ablate import __main__ as ablate
 from eval.bench_engine import __main__ as bench_engine
-from eval.bench_engine import decode_times, host_times
+from eval.bench_engine import decode_times, engine_plugin, host_times
 from eval.bench_engine.workloads import NAMED, parse_workloads
 from eval.bench_kernel import __main__ as bench_kernel
 from eval.bench_trace import __main__ as bench_trace
@@ -260,6 +260,38 @@ def test_an_engine_with_other_plugins_is_refused(tmp_path, monkeypatch):
         EngineProcess({}, tmp_path / "stock", product=False).__enter__()
     with EngineProcess({}, tmp_path / "ours") as engine:
         assert (engine.pool_tokens, engine.plugins) == (64, ["prefix_attn"])
+
+
+def test_an_engine_whose_launches_do_not_overlap(tmp_path, monkeypatch):
+    started = {}
+
+    def start(stack, name, home, arguments, *, plugin=None, env=None):
+        started[home.name] = (name, plugin, env.get(engine_plugin.ENV))
+
+    monkeypatch.setattr(bench_engine, "start", start)
+    monkeypatch.setattr(bench_engine, "alternate", lambda *args: None)
+    args = bench_engine._parse(["--device", "cpu", "--model-shape", "tiny"])[0]
+    group = ["fa3", "prefix:row_tiles", "prefix:row_tiles:ordered"]
+    with pytest.raises(TypeError):  # no samples
+        bench_engine._run_group(group, tmp_path, args, [NAMED["one"]], (2, 6), [])
+    ours = ("prefix:row_tiles", "eval.bench_engine.engine_plugin")
+    assert started == {
+        "fa3": ("fa3", None, None),
+        "prefix-row_tiles": (*ours, None),
+        "prefix-row_tiles-ordered": (*ours, "1"),
+    }
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_the_plugin_of_the_benchmark_orders_launches(ordered, monkeypatch):
+    backend = gluon_backend.GluonBackend
+    monkeypatch.setattr(backend, "__init__", backend.__init__)  # undone at the end
+    monkeypatch.delenv(host_times.ENV, raising=False)
+    if ordered:
+        monkeypatch.setenv(engine_plugin.ENV, "1")
+    engine_plugin.register()
+    made = backend(HeadConfig(8, 2, 64), torch.float16, torch.device("cpu"), pdl=True)
+    assert made.pdl != ordered
 
 
 def test_engine_rows_have_the_slope_of_medians_and_each_alternation():

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from eval.bench_engine import host_times
+from eval.bench_engine import engine_plugin, host_times
 from eval.engine_process import environment, make_site, plugin_names
 from eval.provenance import ROOT
 from sgl_prefix_attn.engine.backend import PrefixAttnBackend
@@ -45,7 +45,7 @@ def test_sglang_loads_what_is_named_and_nothing_else(
     tmp_path, on_cpu, product, evaluation, plugins
 ):
     names = plugin_names(product=product, evaluation=evaluation)
-    site = make_site(tmp_path / "site", host_times.__name__ if evaluation else None)
+    site = make_site(tmp_path / "site", engine_plugin.__name__ if evaluation else None)
     ran = subprocess.run(
         [sys.executable, "-c", _LOAD],
         cwd=tmp_path,
