@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .merge_parts import merge_share
+from .results import store_results
 from .shape import (
     BLOCK,
     FLAG_BITS,
@@ -21,20 +22,14 @@ from .shape import (
     HALF_ROWS,
     HEADER_WORDS,
     I_BLOCKS,
-    I_COUNTER,
     I_FLAGS,
-    I_PART,
-    I_PARTIAL,
     I_PARTS,
-    I_QUERIES,
     I_ROWS,
     LOG2_E,
     LOWEST,
     MASKED,
-    TILE_ROWS,
     advance,
     blocks_of,
-    group_barrier,
     ticket_of,
 )
 
@@ -96,16 +91,8 @@ def consume(
     PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
     SR: gl.constexpr = gl.SliceLayout(1, SL)
     OR: gl.constexpr = gl.SliceLayout(1, OL)
-    # results as they are stored, 16 bytes a thread
-    WL: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [256 // S.HEAD_DIM, S.HEAD_DIM // 8], [4, 1], [1, 0]
-    )
-    WR: gl.constexpr = gl.SliceLayout(1, WL)
     scale = sm_scale * LOG2_E
     z = gl.zeros([HALF_ROWS, BLOCK], gl.float32, SL)
-    offs_w = gl.arange(0, HALF_ROWS, WR)
-    offs_o = gl.arange(0, HALF_ROWS, OR)
-    offs_d = gl.arange(0, S.HEAD_DIM, gl.SliceLayout(0, WL))
 
     num_tickets = gl.load(words_ptr + H_NUM_ITEMS) * S.HEADS
     steps = gl.load(words_ptr + H_STEPS)
@@ -178,49 +165,10 @@ def consume(
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(rings.v_free.index(v_stage), count=1)
 
-            # words again rather than before the loop, which has no register to spare
-            parts = gl.load(p_item + I_PARTS)
-            row_max = gl.convert_layout(b_max, OR)
-            total = gl.convert_layout(gl.sum(b_sum, 1), OR)
-            inv = gl.where(
-                total > 0, 1.0 / total, 0.0
-            )  # rows without a token in this part add nothing
-            if parts == 1:
-                row = base + offs_w
-                ok = row < rows
-                query = gl.load(p_item + I_QUERIES + row // S.GROUP, mask=ok, other=0)
-                i_head = head * S.GROUP + row % S.GROUP
-                p_out = out_ptr + query.to(gl.int64) * stride_out + i_head * S.HEAD_DIM
-                result = gl.convert_layout((acc * inv[:, None]).to(DTYPE), WL)
-                gl.store(p_out[:, None] + offs_d[None, :], result, mask=ok[:, None])
-                if S.HAS_LSE:
-                    row_o = base + offs_o
-                    ok_o = row_o < rows
-                    query_o = gl.load(p_item + I_QUERIES + row_o // S.GROUP, mask=ok_o, other=0)
-                    p_lse = lse_ptr + query_o * (S.HEADS * S.GROUP) + head * S.GROUP
-                    gl.store(p_lse + row_o % S.GROUP, row_max + gl.log2(total), mask=ok_o)
-            else:
-                # half-precision partial rows are scaled to [-1, 1]: exact range, 11 bits of the
-                # row's largest
-                top = gl.maximum(gl.max(gl.abs(acc), 1), 1e-30)
-                scaled = gl.convert_layout((acc * (1.0 / top)[:, None]).to(gl.float16), WL)
-                tile = gl.load(p_item + I_PARTIAL) + gl.load(p_item + I_PART)
-                first = (tile * S.HEADS + head).to(gl.int64) * TILE_ROWS + base
-                p_partial = partial_out_ptr + (first + offs_w) * S.HEAD_DIM
-                gl.store(
-                    p_partial[:, None] + offs_d[None, :],
-                    scaled,
-                    mask=(base + offs_w < rows)[:, None],
-                )
-                p_state = partial_state_ptr + (first + offs_o) * 2
-                ok_o = base + offs_o < rows
-                gl.store(p_state, row_max + gl.log2(total), mask=ok_o)
-                gl.store(p_state + 1, top * inv, mask=ok_o)
-                if S.FUSED_MERGE:
-                    p_counter = counters_ptr + (gl.load(p_item + I_COUNTER) * S.HEADS + head) * 2
-                    group_barrier()  # the stores of all warps before the count
-                    gl.atomic_add(p_counter + gl.where(wide, WG, 0), 1, sem="release", scope="gpu")
-                    split_turns += 1
+            split_turns += store_results(
+                acc, b_max, b_sum, base, rows, head, p_item, out_ptr, lse_ptr, partial_out_ptr,
+                partial_state_ptr, counters_ptr, stride_out, S,
+            )  # fmt: skip
         else:
             for _ in range(num_blocks):
                 pass_on(rings, stage, phase)
