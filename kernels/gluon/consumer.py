@@ -79,12 +79,25 @@ def pass_on(rings, stage, phase):
 
 
 @gluon.jit
+def add_values(p, acc, rings, v_at, v_stage, v_phase):
+    """acc + p times the values of a block, which may then be overwritten."""
+    mbarrier.wait(rings.v_full.index(v_stage), v_phase)
+    acc = warpgroup_mma(p, rings.kv.index(v_at), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(rings.v_free.index(v_stage), count=1)
+    return acc
+
+
+@gluon.jit
 def consume(
     out_ptr, lse_ptr, partial_out_ptr, partial_state_ptr, counters_ptr, words_ptr, stride_out,
     sm_scale, logits_soft_cap, rings, S, WG: gl.constexpr,
 ):  # fmt: skip
     """Every item of this CTA that warpgroup WG has rows of, then its share of what to merge."""
     DTYPE: gl.constexpr = rings.q.dtype
+    # Results of head dim 256 take 128 registers a thread: queries stay in shared memory then, and
+    # a block's products with V end before the scores of the next one begin.
+    LEAN: gl.constexpr = S.HEAD_DIM > 128
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.HEAD_DIM, 16])
     QL: gl.constexpr = gl.DotOperandLayout(0, SL, 2)
@@ -126,10 +139,12 @@ def consume(
             word = gl.load(p_flags)
             mbarrier.wait(rings.q_full.index(WG), q_phase)
             q_phase ^= 1
-            # Queries stay in registers: from shared memory they and a block of 64 columns would
-            # take all of its bandwidth.
-            q = rings.q.index(WG).load(QL)
-            mbarrier.arrive(rings.q_free.index(WG), count=1)
+            q = rings.q.index(WG)
+            if not LEAN:
+                # Queries stay in registers: from shared memory they and a block of 64 columns
+                # would take all of its bandwidth.
+                q = q.load(QL)
+                mbarrier.arrive(rings.q_free.index(WG), count=1)
             for i in range(num_blocks):
                 flags = gl.where(i < planned, word & FLAGS_OF_BLOCK, GROWTH_FLAGS)
                 word = word >> FLAG_BITS
@@ -139,9 +154,12 @@ def consume(
                     mbarrier.wait(rings.k_full.index(stage), phase)
                     k = rings.kv.index(2 * stage).permute((1, 0))
                     s = warpgroup_mma(q, k, z, use_acc=False, is_async=True)
-                    mbarrier.wait(rings.v_full.index(v_stage), v_phase, pred=i > 0)
-                    acc = warpgroup_mma(p, rings.kv.index(v_at), acc, is_async=True)
-                    s = warpgroup_mma_wait(1, deps=(s,))
+                    if LEAN:
+                        s = warpgroup_mma_wait(0, deps=(s,))
+                    else:
+                        mbarrier.wait(rings.v_full.index(v_stage), v_phase, pred=i > 0)
+                        acc = warpgroup_mma(p, rings.kv.index(v_at), acc, is_async=True)
+                        s = warpgroup_mma_wait(1, deps=(s,))
                     if S.HAS_CAP:
                         s = soft_cap(s, sm_scale / logits_soft_cap, logits_soft_cap * LOG2_E)
                         scale = 1.0
@@ -149,21 +167,24 @@ def consume(
                         key = rings.keys.index(stage).load(gl.SliceLayout(0, SL))
                         s = keep_visible(s, key, row_s, S.BIT_KEYS, S.GROUP)
                     s, b_max, b_sum, alpha = softmax_step(s, b_max, b_sum, scale)
-                    acc, p, s = warpgroup_mma_wait(0, deps=(acc, p, s))
+                    if not LEAN:
+                        acc, p, s = warpgroup_mma_wait(0, deps=(acc, p, s))
+                        mbarrier.arrive(rings.v_free.index(v_stage), count=1, pred=i > 0)
                     p = gl.convert_layout(s.to(DTYPE), PL)
                     mbarrier.arrive(rings.k_free.index(stage), count=1)
-                    mbarrier.arrive(rings.v_free.index(v_stage), count=1, pred=i > 0)
                     acc = acc * gl.convert_layout(alpha, OR)[:, None]
                     v_at = 2 * stage + 1
                     v_stage = stage
                     v_phase = phase
+                    if LEAN:
+                        acc = add_values(p, acc, rings, v_at, v_stage, v_phase)
                 else:
                     pass_on(rings, stage, phase)
                 stage, phase = advance(stage, phase, S.STAGES)
-            mbarrier.wait(rings.v_full.index(v_stage), v_phase)
-            acc = warpgroup_mma(p, rings.kv.index(v_at), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(rings.v_free.index(v_stage), count=1)
+            if LEAN:
+                mbarrier.arrive(rings.q_free.index(WG), count=1)
+            else:
+                acc = add_values(p, acc, rings, v_at, v_stage, v_phase)
 
             split_turns += store_results(
                 acc, b_max, b_sum, base, rows, head, p_item, out_ptr, lse_ptr, partial_out_ptr,

@@ -71,9 +71,13 @@ def produce(
 ):  # fmt: skip
     """Every block of every item of this CTA, in order. Slots are loaded PRE blocks ahead."""
     # Eight threads copy 128 bytes of a row, a whole line: the fewer of them there are, the fewer
-    # compute its address again; the consumers need the issue slots.
-    RUN: gl.constexpr = BLOCK // (4 * S.PRODUCER_WARPS)
-    L: gl.constexpr = gl.BlockedLayout([RUN, 8], [4, 8], [S.PRODUCER_WARPS, 1], [1, 0])
+    # compute its address again; the consumers need the issue slots. Of head dim 256 they have left
+    # it few registers: four threads a row hold half as many slots.
+    LANES: gl.constexpr = 8 if S.HEAD_DIM <= 128 else 4
+    RUN: gl.constexpr = BLOCK * LANES // (32 * S.PRODUCER_WARPS)
+    L: gl.constexpr = gl.BlockedLayout(
+        [RUN, 8], [32 // LANES, LANES], [S.PRODUCER_WARPS, 1], [1, 0]
+    )
     KL: gl.constexpr = gl.BlockedLayout([4], [32], [S.PRODUCER_WARPS], [0])
     offs_n = gl.arange(0, BLOCK, gl.SliceLayout(1, L))
     offs_k = gl.arange(0, BLOCK, KL)

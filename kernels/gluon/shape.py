@@ -31,7 +31,7 @@ LOWEST = gl.constexpr(-1.0e30)
 class Shape:
     """What a kernel is compiled for.
 
-    HEADS     KV heads; GROUP query heads each; HEAD_DIM 64 or 128
+    HEADS     KV heads; GROUP query heads each; HEAD_DIM 64, 128 or 256
     STAGES    blocks of K, and of V, that the rings hold
     ITEM, BIT_KEYS  item_words(GROUP) and has_bit_keys(GROUP) of words.py
     HAS_CAP   cap the logits; HAS_LSE write the LSE; PDL wait for the kernel before by hand

@@ -15,7 +15,7 @@ from sgl_prefix_attn.records import HeadConfig
 PACKAGES = ("sgl-prefix-attn", "sglang", "torch", "triton", "flashinfer-python", "numba", "numpy")
 PLUGIN = "prefix_attn"  # our entry point in SGLang's group
 _PREFIXES = ("SGLANG_", "SGL_PREFIX_ATTN_")
-_HEADS = HeadConfig(32, 8, 128)  # of the bfloat16 model whose kernels and calibration are looked up
+HEADS = HeadConfig(32, 8, 128)  # of the bfloat16 model whose kernels and calibration are looked up
 
 
 class EntryPoint(NamedTuple):
@@ -162,7 +162,7 @@ def _calibration() -> tuple[str, str, bool]:
 
         from sgl_prefix_attn.predict import startup, store
 
-        key = startup.gpu_key(torch.device("cuda", 0), _HEADS, torch.bfloat16, 1)
+        key = startup.gpu_key(torch.device("cuda", 0), HEADS, torch.bfloat16, 1)
         found = store.find(key, torch.cuda.get_device_properties(0).multi_processor_count)
     except Exception as error:
         return _text(error), "", True
@@ -176,7 +176,7 @@ def _no_row_tiles() -> str | None:
 
         from sgl_prefix_attn.execute.backends.choice import why_no_row_tiles
 
-        return why_no_row_tiles(torch.device("cuda", 0), _HEADS, torch.bfloat16)
+        return why_no_row_tiles(torch.device("cuda", 0), HEADS, torch.bfloat16)
     except Exception as error:
         return _text(error)
 

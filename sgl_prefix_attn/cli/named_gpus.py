@@ -68,7 +68,7 @@ def server_on(gpu: Gpu, heads: HeadConfig, kernels: str, strategy: str = "calibr
     folders = store.Folders(None, store.SHIPPED)
     calibration = store.find(key, gpu.num_sms, folders=folders).calibration
     why_not = why_no_row_tiles_on(gpu.capability, heads, torch.bfloat16)
-    family = choose_family(kernels, strategy, why_not)
+    family = choose_family(kernels, strategy, why_not, heads.head_dim)
     if family.name == ROW_TILES:
         rates = row_tile_rates(calibration)
         row_tiles = RowTilePlanner(heads, num_sms=gpu.num_sms, rates=rates)

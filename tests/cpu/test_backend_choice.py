@@ -68,7 +68,7 @@ def test_every_group_that_is_said_to_run_has_tiles(head_dim):
         ((9, 0), HeadConfig(16, 1, 64), torch.float16, None),
         ((9, 0), HeadConfig(32, 1, 64), torch.float16, "group_size:32"),
         ((9, 0), HeadConfig(8, 8, 96), torch.float16, "head_dim:96"),
-        ((9, 0), HeadConfig(8, 8, 256), torch.float16, "head_dim:256"),
+        ((9, 0), HeadConfig(8, 8, 256), torch.float16, None),
         ((9, 0), HEADS, torch.float32, "dtype:float32"),
         ((8, 0), HEADS, torch.bfloat16, "compute:8.0"),
         ((10, 0), HEADS, torch.bfloat16, "compute:10.0"),
@@ -99,7 +99,14 @@ def test_a_triton_without_gluon_has_no_row_tiles(monkeypatch):
     ],
 )
 def test_the_family_of_a_server(wanted, strategy, why_not_here, family):
-    assert choose_family(wanted, strategy, why_not_here) == family
+    assert choose_family(wanted, strategy, why_not_here, 128) == family
+
+
+def test_wide_heads_run_row_tiles_where_they_are_wanted_alone():
+    packs = Family(TRITON, "head_dim:256")
+    assert choose_family(AUTO, "calibrated", None, 256) == packs
+    assert choose_family(ROW_TILES, "calibrated", None, 256) == Family(ROW_TILES)
+    assert choose_family(AUTO, "calibrated", "compute:8.0", 256).why_not == "compute:8.0"
 
 
 @pytest.mark.parametrize(
@@ -108,7 +115,7 @@ def test_the_family_of_a_server(wanted, strategy, why_not_here, family):
 )
 def test_row_tiles_that_are_wanted_and_cannot_run_are_an_error(strategy, why_not_here, named):
     with pytest.raises(ValueError, match=f"SGL_PREFIX_ATTN_KERNELS=row_tiles.*{named}"):
-        choose_family(ROW_TILES, strategy, why_not_here)
+        choose_family(ROW_TILES, strategy, why_not_here, 128)
 
 
 def test_words_of_another_layout_are_refused():

@@ -27,6 +27,7 @@ SHAPES = {
     "qwen-7": (HeadConfig(28, 4, 128), torch.float16, 0.0),
     "mha": (HeadConfig(8, 8, 64), torch.bfloat16, 0.0),
     "group-16": (HeadConfig(32, 2, 128), torch.bfloat16, 20.0),
+    "gemma": (HeadConfig(16, 8, 256), torch.bfloat16, 50.0),
 }
 
 

@@ -28,6 +28,10 @@ SHAPES = {
     "group-3": (HeadConfig(6, 2, 64), torch.float16, 30.0),
     "group-5": (HeadConfig(40, 8, 128), torch.bfloat16, 0.0),
     "group-16": (HeadConfig(32, 2, 128), torch.bfloat16, 20.0),
+    "gemma": (HeadConfig(16, 8, 256), torch.bfloat16, 50.0),
+    "gemma-7": (HeadConfig(14, 2, 256), torch.float16, 0.0),
+    "gemma-mqa": (HeadConfig(16, 1, 256), torch.bfloat16, 0.0),
+    "gemma-mha": (HeadConfig(3, 3, 256), torch.float16, 30.0),
 }
 
 
@@ -117,7 +121,7 @@ def test_fill_and_append_write_what_the_interpreter_writes():
             assert torch.equal(runner.ws.keys[:entries].cpu(), blocks.keys)
 
 
-@pytest.mark.parametrize("shape", ["llama", "qwen-7", "mha"])
+@pytest.mark.parametrize("shape", ["llama", "qwen-7", "mha", "gemma-7"])
 def test_256_steps_in_one_graph(shape):
     """One captured append and forward serve all steps, and another tree after them."""
     heads, dtype, _ = SHAPES[shape]
@@ -158,7 +162,7 @@ def test_256_steps_in_one_graph(shape):
                 executor.append(seq_lens, cache_loc)
 
 
-@pytest.mark.parametrize("shape", ["llama", "llama-tp8", "mha"])
+@pytest.mark.parametrize("shape", ["llama", "llama-tp8", "mha", "gemma-mqa"])
 def test_layers_of_a_graph_that_start_early(shape):
     """Dependent launches, one right behind the other: each layer attends with what the one before
     it wrote last, over the same partial results and counters."""

@@ -19,7 +19,7 @@ from tests.support.parallel import ranks
 from tests.support.problems import assert_attention
 from tests.support.running import load, poison, run
 
-HEADS = [LLAMA, HeadConfig(16, 1, 64), HeadConfig(8, 8, 128)]
+HEADS = [LLAMA, HeadConfig(16, 1, 64), HeadConfig(8, 8, 128), HeadConfig(16, 8, 256)]
 DEV = torch.device(DEVICE)
 
 
