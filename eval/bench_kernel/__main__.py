@@ -91,7 +91,8 @@ def _parse(argv: list[str]):
     parser.add_argument(
         "--providers",
         default=_PEERS,
-        help=f"fasttree, pat, torch, too, and prefix:STRATEGY, of {', '.join(STRATEGIES)}",
+        help="fasttree, pat, torch, prefix:triton and prefix:row_tiles, too, and prefix:STRATEGY, "
+        f"of {', '.join(STRATEGIES)}",
     )
     parser.add_argument("--page-size", type=several(count), default="1", help="such as 1,16,64")
     parser.add_argument("--dtype", default="bf16", choices=list(DTYPES))

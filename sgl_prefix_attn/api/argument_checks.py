@@ -194,6 +194,15 @@ def run_tensors(q, kv_cache, out, heads: HeadConfig, dtype, device, batch: int, 
     return k_cache, v_cache
 
 
+def aligned_rows(**tensors) -> None:
+    """Row tiles copy 16 bytes a thread: rows of these tensors must begin at multiples of them."""
+    for name, tensor in tensors.items():
+        if tensor.data_ptr() % 16 or tensor.stride(0) * tensor.element_size() % 16:
+            raise ValueError(
+                f"{name} must have rows that begin at multiples of 16 bytes, as row tiles need it"
+            )
+
+
 def _first(bad: np.ndarray | torch.Tensor) -> int | None:
     """Return the first row that is bad, or None."""
     rows = np.flatnonzero(bad.cpu() if isinstance(bad, torch.Tensor) else bad)

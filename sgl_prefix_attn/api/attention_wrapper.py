@@ -10,14 +10,9 @@ import torch
 
 from sgl_prefix_attn.api import argument_checks as checks
 from sgl_prefix_attn.api.planned_attention import PlannedAttention
-from sgl_prefix_attn.execute.backends.choice import row_tile_backend
-from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.lse import Lse
-from sgl_prefix_attn.execute.params import Capacity
 from sgl_prefix_attn.paths import block_tables as bt
 from sgl_prefix_attn.plan.forest import build_forest
-from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
-from sgl_prefix_attn.predict.startup import default_rates
 from sgl_prefix_attn.records import HeadConfig, PathTable
 
 
@@ -57,14 +52,7 @@ class PrefixAttentionWrapper(PlannedAttention):
         """
         heads = HeadConfig(num_qo_heads, num_kv_heads, head_dim)
         super().__init__(heads, page_size, device, dtype, sm_scale, logits_soft_cap)
-        self._backend = row_tile_backend(self.device, self.heads, dtype)
-        self._planner = RowTilePlanner(
-            self.heads,
-            num_sms=self._backend.num_sms,
-            rates=default_rates(self.device, self.heads, dtype, page_size),
-        )
-        self._executor = PlanExecutor(self._backend, Capacity(1, 1, 1))
-        self._max_slot = -1
+        self._use_row_tiles()
         self._num_queries = 0
         self._seq_lens = torch.empty(0, dtype=torch.int32)
 
@@ -129,8 +117,7 @@ class PrefixAttentionWrapper(PlannedAttention):
         an Lse [Q, Hq]. Raises ValueError naming the argument for shapes, dtypes or devices that do
         not fit the plan, RuntimeError before plan().
         """
-        if self._executor.plan is None:
-            raise RuntimeError("no plan yet: call plan() or plan_block_table() first")
+        self._planned()
         return self._run_layer(q, kv_cache, out, return_lse, self._num_queries)
 
     def _load(
@@ -141,15 +128,6 @@ class PrefixAttentionWrapper(PlannedAttention):
         req_to_token: torch.Tensor,
         pool: torch.Tensor,
     ) -> None:
-        """Plan and load; `name` is the caller's argument that req_to_token [R, C] came from."""
-        forest = build_forest(table, lens)
-        plan = self._planner.plan_forest(forest)
-        checks.slots_agree(forest, req_to_token, pool)
-        max_slot = checks.max_slot(name, req_to_token, pool, table.seq_lens)
-        capacity = self._executor.capacity
-        if not capacity.covers(plan):
-            grown = capacity.grown_to(Capacity.for_plans(plan))
-            self._executor = PlanExecutor(self._backend, grown)
-        self._executor.load(plan, req_to_token.to(self.device, torch.int32), pool.to(self.device))
+        self._load_step(build_forest(table, lens), name, req_to_token, pool)
         self._seq_lens = torch.from_numpy(table.seq_lens)
-        self._num_queries, self._max_slot = int(lens.sum()), max_slot
+        self._num_queries = int(lens.sum())

@@ -1,20 +1,29 @@
 """What the library's wrappers share: the layers they are for, and a loaded plan run over one."""
 
+from typing import Any
+
 import torch
 
 from sgl_prefix_attn.api import argument_checks as checks
+from sgl_prefix_attn.execute.backends.choice import row_tile_backend
+from sgl_prefix_attn.execute.backends.kernel_backend import KernelBackend
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.lse import Lse
-from sgl_prefix_attn.execute.params import LayerParams
-from sgl_prefix_attn.records import HeadConfig
+from sgl_prefix_attn.execute.params import Capacity, LayerParams
+from sgl_prefix_attn.plan import Planner
+from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
+from sgl_prefix_attn.predict.startup import default_rates
+from sgl_prefix_attn.records import Forest, HeadConfig
 
 
 class PlannedAttention:
-    """Base of the wrappers. `_executor`, `_seq_lens` and `_max_slot` are those of the plan."""
+    """Base of the wrappers, which choose `_planner` and `_backend`; `_seq_lens` and `_max_slot`
+    are those of the loaded plan."""
 
-    _executor: PlanExecutor
+    _planner: Planner | RowTilePlanner
+    _backend: KernelBackend
     _seq_lens: torch.Tensor
-    _max_slot: int
+    _max_slot = -1
 
     def __init__(
         self,
@@ -34,6 +43,38 @@ class PlannedAttention:
         self.sm_scale = heads.head_dim**-0.5 if sm_scale is None else float(sm_scale)
         self.logits_soft_cap = float(logits_soft_cap)
 
+    def _use_row_tiles(self) -> None:
+        """Run row tiles: their kernel, or torch on a CPU. Raises ValueError as row_tile_backend."""
+        backend = row_tile_backend(self.device, self.heads, self.dtype)
+        rates = default_rates(self.device, self.heads, self.dtype, self.page_size)
+        self._planner = RowTilePlanner(self.heads, num_sms=backend.num_sms, rates=rates)
+        self._use(backend)
+
+    def _use(self, backend: KernelBackend) -> None:
+        self._backend = backend
+        self._executor = PlanExecutor(backend, Capacity(1, 1, 1))
+
+    def _planned(self) -> Any:
+        """Return the loaded plan, one of `_planner`; RuntimeError before there is one."""
+        if self._executor.plan is None:
+            raise RuntimeError("no plan yet: call plan() or plan_block_table() first")
+        return self._executor.plan
+
+    def _load_step(
+        self, forest: Forest, name: str, req_to_token: torch.Tensor, pool: torch.Tensor
+    ) -> None:
+        """Plan and load a step; `name` is the caller's argument that req_to_token [R, C] came
+        from, pool [B] the rows of the requests. What is refused leaves the loaded plan."""
+        plan = self._planner.plan_forest(forest)
+        checks.slots_agree(forest, req_to_token, pool)
+        max_slot = checks.max_slot(name, req_to_token, pool, forest.seq_lens)
+        capacity = self._executor.capacity
+        if not capacity.covers(plan):
+            grown = capacity.grown_to(Capacity.for_plans(plan))
+            self._executor = PlanExecutor(self._backend, grown)
+        self._executor.load(plan, req_to_token.to(self.device, torch.int32), pool.to(self.device))
+        self._max_slot = max_slot
+
     def _run_layer(
         self,
         q: torch.Tensor,
@@ -48,6 +89,8 @@ class PlannedAttention:
         )
         if out is None:
             out = torch.empty_like(q)
+        if isinstance(self._planner, RowTilePlanner):
+            checks.aligned_rows(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
         self._executor.run(
             LayerParams(

@@ -8,16 +8,18 @@ import torch
 
 from sgl_prefix_attn.api import argument_checks as checks
 from sgl_prefix_attn.api.planned_attention import PlannedAttention
-from sgl_prefix_attn.execute.backends.choice import new_backend
-from sgl_prefix_attn.execute.executor import PlanExecutor
+from sgl_prefix_attn.execute.backends.choice import new_backend, why_no_row_tiles
+from sgl_prefix_attn.execute.backends.family import AUTO, ROW_TILES, choose_family
 from sgl_prefix_attn.execute.lse import Lse
-from sgl_prefix_attn.execute.params import Capacity
+from sgl_prefix_attn.explain.row_tile_view import tile_views
 from sgl_prefix_attn.explain.view import pack_views
 from sgl_prefix_attn.paths import block_tables as bt
 from sgl_prefix_attn.plan import Planner
+from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.plan.tile_defaults import default_tile_set
 from sgl_prefix_attn.predict.startup import default_costs
-from sgl_prefix_attn.records import HeadConfig, PathTable, Plan
+from sgl_prefix_attn.records import HeadConfig, PathTable
 
 
 class PrefixDecodeWrapper(PlannedAttention):
@@ -44,27 +46,30 @@ class PrefixDecodeWrapper(PlannedAttention):
         device: torch.device | str,
         dtype: torch.dtype,
         strategy: str = "calibrated",
+        kernels: str = AUTO,
         sm_scale: float | None = None,
         logits_soft_cap: float = 0.0,
     ):
         """Make a wrapper; sm_scale defaults to head_dim ** -0.5, logits_soft_cap 0 means none.
 
+        strategy  of the packing, for packs
+        kernels   "row_tiles" of a Hopper GPU, "triton" (packs; torch on a CPU), or "auto": those
+                  that a server would run
+
         Raises ValueError naming the argument: heads that do not divide, head_dim outside 16-256,
         page_size below 1, a GPU that is not there, dtype other than float16/bfloat16 (or float32 on
-        a CPU), unknown strategy.
+        a CPU), unknown strategy or kernels, kernels that cannot run here.
         """
         heads = HeadConfig(num_qo_heads, num_kv_heads, head_dim)
         super().__init__(heads, page_size, device, dtype, sm_scale, logits_soft_cap)
-        self._tile_set = default_tile_set(self.device, self.heads)
-        self._planner = Planner(
-            self.heads,
-            tile_set=self._tile_set,
-            strategy=strategy,
-            costs=default_costs(self.device, self.heads, dtype, page_size),
-        )
-        self._plan: Plan | None = None
-        self._appended, self._max_slot = 0, -1
-        self._grow_to(Capacity(1, 1, 1))
+        self._strategy = strategy
+        why_not = why_no_row_tiles(self.device, heads, dtype)
+        if choose_family(kernels, strategy, why_not, head_dim).name == ROW_TILES:
+            self._use_row_tiles()
+        else:
+            self._use_packs()
+        self._appended = 0
+        self._seq_lens = torch.empty(0, dtype=torch.int32, device=self.device)
 
     def plan(
         self,
@@ -140,13 +145,18 @@ class PrefixDecodeWrapper(PlannedAttention):
         return self._run_layer(q, kv_cache, out, return_lse, rows)
 
     def explain(self) -> dict:
-        """Return the plan as plain data: statistics, and each pack's queries and KV positions."""
+        """Return the plan as plain data: statistics, and either each pack's queries and KV
+        positions or each row tile's requests, what they read when planned, and parts."""
         plan = self._planned()
-        return {
-            "strategy": self._planner.strategy,
+        facts = {
+            "strategy": self._strategy,
             "batch_size": plan.batch_size,
             "appended": self._appended,
             **asdict(plan.stats),
+        }
+        if isinstance(self._planner, RowTilePlanner):
+            return facts | {"tiles": [asdict(tile) for tile in tile_views(plan, self._planner)]}
+        return facts | {
             "packs": [
                 {
                     "queries": list(pack.requests),
@@ -158,30 +168,21 @@ class PrefixDecodeWrapper(PlannedAttention):
             ],
         }
 
-    def _planned(self) -> Plan:
-        if self._plan is None:
-            raise RuntimeError("no plan yet: call plan() or plan_block_table() first")
-        return self._plan
-
-    def _grow_to(self, capacity: Capacity) -> None:
-        backend = new_backend(self.device, self.heads, self.dtype, self._tile_set)
-        self._executor = PlanExecutor(backend, capacity)
-        self._seq_lens = torch.empty(0, dtype=torch.int32, device=self.device)
+    def _use_packs(self) -> None:
+        """Run packs: by Triton, or in torch on a CPU."""
+        tile_set = default_tile_set(self.device, self.heads)
+        costs = default_costs(self.device, self.heads, self.dtype, self.page_size)
+        self._planner = Planner(self.heads, tile_set=tile_set, strategy=self._strategy, costs=costs)
+        self._use(new_backend(self.device, self.heads, self.dtype, tile_set))
 
     def _load(
         self, table: PathTable, name: str, req_to_token: torch.Tensor, pool: torch.Tensor
     ) -> None:
         """Plan and load; `name` is the caller's argument that req_to_token [R, C] came from."""
-        plan = self._planner.plan(table)
-        checks.slots_agree(plan.forest, req_to_token, pool)
-        self._max_slot = checks.max_slot(name, req_to_token, pool, plan.seq_lens)
-        if not self._executor.capacity.covers(plan):
-            self._grow_to(self._executor.capacity.grown_to(Capacity.for_plans(plan)))
-        req_to_token = req_to_token.to(self.device, torch.int32)
-        self._executor.load(plan, req_to_token, pool.to(self.device))
-        lengths = torch.from_numpy(np.ascontiguousarray(plan.seq_lens)).to(self.device)
+        self._load_step(build_forest(table), name, req_to_token, pool)
+        lengths = torch.from_numpy(np.ascontiguousarray(table.seq_lens)).to(self.device)
         if self._seq_lens.numel() >= lengths.numel():
             self._seq_lens[: lengths.numel()] = lengths  # same address: graphs may hold it
         else:
             self._seq_lens = lengths
-        self._plan, self._appended = plan, 0
+        self._appended = 0

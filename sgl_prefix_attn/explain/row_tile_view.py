@@ -89,12 +89,13 @@ def row_tile_view(
         heads=planner.heads,
         num_sms=planner.num_sms,
         nodes=tuple(node_views(forest)),
-        tiles=tuple(_tiles(plan, planner)),
+        tiles=tuple(tile_views(plan, planner)),
         decision=decision,
     )
 
 
-def _tiles(plan: RowTilePlan, planner: RowTilePlanner) -> Iterator[TileView]:
+def tile_views(plan: RowTilePlan, planner: RowTilePlanner) -> Iterator[TileView]:
+    """Read the tiles of a plan that this planner made, in the order in which they are started."""
     words, group = plan.words, plan.group_size
     segments = words[words[W.H_SEGMENTS] :][: words[W.H_NUM_SEGMENTS] * W.SEGMENT_WORDS]
     segments = segments.reshape(-1, W.SEGMENT_WORDS)

@@ -1,4 +1,4 @@
-"""The library API: plan, append, run, explain."""
+"""The library API: plan, append, run, explain, over packs and as on a Hopper GPU."""
 
 import math
 
@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sgl_prefix_attn
+from sgl_prefix_attn.api import wrapper as api
 from sgl_prefix_attn.execute.backends.torch_backend import TorchBackend
+from sgl_prefix_attn.execute.backends.torch_row_tiles import TorchRowTiles
 from sgl_prefix_attn.execute.lse import Lse
 from sgl_prefix_attn.plan import STRATEGIES
 from sgl_prefix_attn.records import HeadConfig
@@ -16,7 +18,16 @@ from tests.support.forests import path_table, path_tables
 from tests.support.problems import assert_attention, make_problem
 from tests.support.running import paths_of, plan_wrapper, planned_wrapper, wrapper
 
-HEADS = HeadConfig(8, 2, 32)
+CPU, HEADS = torch.device("cpu"), HeadConfig(8, 2, 32)
+
+
+@pytest.fixture(scope="module", params=[TorchBackend, TorchRowTiles], autouse=True)
+def backend(request):
+    """What wrappers run, unless a strategy asks for packs; torch stands for the kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param is TorchRowTiles:
+            patch.setattr(api, "why_no_row_tiles", lambda *args: None)
+        yield request.param
 
 
 def run(made, problem):
@@ -36,6 +47,8 @@ def run(made, problem):
 def test_plan_append_run(table, heads, dtype, strategy):
     problem = make_problem(table, heads, dtype)
     made = planned_wrapper(problem, strategy=strategy)
+    is_row_tiles = strategy == "calibrated" and api.why_no_row_tiles(CPU, heads, dtype) is None
+    assert type(made._executor.backend) is (TorchRowTiles if is_row_tiles else TorchBackend)
     run(made, problem)
     generator = torch.Generator().manual_seed(1)
     for _ in range(2):
@@ -46,22 +59,31 @@ def test_plan_append_run(table, heads, dtype, strategy):
 @given(path_tables(lengths=(16, 32, 48)), st.sampled_from([1, 16]))
 @settings(max_examples=40, deadline=None)
 def test_a_block_table_gives_the_same_plan(table, page_size):
-    """Wherever the tree's nodes are whole pages and tails have different pages."""
+    """Wherever the tree's nodes are whole pages and tails have different pages. Tiles follow the
+    order of the nodes: of them it is what is shared that is the same."""
     problem = make_problem(table, HEADS, page_size=page_size)
     by_paths = planned_wrapper(problem)
     by_table = wrapper(HEADS, sm_scale=problem.sm_scale, page_size=page_size)
     block_table = problem.req_to_token[problem.pool][:, ::page_size] // page_size
     by_table.plan_block_table(block_table, problem.seq_lens)
 
-    def packs(made):
-        return sorted(sorted(p.items()) for p in made.explain()["packs"])
+    plans = [made.explain() for made in (by_table, by_paths)]
+    is_packs = "packs" in plans[0]
 
-    assert packs(by_table) == packs(by_paths)
-    assert torch.equal(run(by_table, problem), run(by_paths, problem))
+    def read(plan):
+        if is_packs:
+            return sorted(sorted(p.items()) for p in plan["packs"])
+        return [plan[name] for name in ("num_nodes", "kv_tokens_unique")]
+
+    def same(one, other):
+        return torch.equal(one, other) or not is_packs  # run() judges both
+
+    assert read(plans[0]) == read(plans[1])
+    assert same(run(by_table, problem), run(by_paths, problem))
     slots = problem.grow(torch.Generator().manual_seed(1))
     by_paths.append(slots)
     by_table.append(slots)
-    assert torch.equal(run(by_table, problem), run(by_paths, problem))
+    assert same(run(by_table, problem), run(by_paths, problem))
 
 
 def test_lengths_and_rows_may_be_lists_and_int64():
@@ -93,6 +115,21 @@ def test_out_is_written_in_place():
     assert given_out is out and lse.values.shape == (2, HEADS.num_qo_heads)
 
 
+def test_rows_of_row_tiles_begin_at_16_bytes(backend):
+    problem = make_problem(path_table([(-1, 20)], [0, 0], [3, 4]), HEADS)
+    made = planned_wrapper(problem)
+    size = HEADS.num_qo_heads * HEADS.head_dim
+    wide, whole = torch.zeros(2, size + 2), torch.zeros(2 * size + 2)
+    kv = (problem.k, problem.v)
+    for q in (wide[:, :size].view(2, 8, 32), whole[2:].view(2, 8, 32)):
+        q.copy_(problem.q)
+        if backend is TorchRowTiles:
+            with pytest.raises(ValueError, match="q must have rows .* multiples of 16 bytes"):
+                made.run(q, kv)
+        else:
+            assert torch.equal(made.run(q, kv), made.run(problem.q, kv))
+
+
 def test_plans_follow_each_other():
     """Larger (the workspace grows), smaller (it stays), and the slots are the plan's own."""
     made = wrapper(HEADS, sm_scale=1.5 * 32**-0.5)
@@ -106,11 +143,9 @@ def test_plans_follow_each_other():
         run(made, problem)
 
 
-def test_lengths_stay_where_a_captured_graph_reads_them(monkeypatch):
+def test_lengths_stay_where_a_captured_graph_reads_them(backend, monkeypatch):
     layers = []
-    monkeypatch.setattr(
-        TorchBackend, "forward", lambda self, workspace, layer: layers.append(layer)
-    )
+    monkeypatch.setattr(backend, "forward", lambda self, workspace, layer: layers.append(layer))
     made = wrapper(HEADS)
     for batch in (5, 3, 5):
         problem = make_problem(path_table([(-1, 50)], [0] * batch, [9] * batch), HEADS)
@@ -158,6 +193,20 @@ def test_explain():
     }
 
 
+def test_explain_row_tiles(backend):
+    problem = make_problem(path_table([(-1, 128)], [0, 0], [3, 4]), HEADS)
+    made = planned_wrapper(problem)
+    made.append(problem.grow(torch.Generator().manual_seed(1)))
+    plan = made.explain()
+    assert ("tiles" in plan, "packs" in plan) == (backend is TorchRowTiles, backend is TorchBackend)
+    assert (plan["strategy"], plan["appended"]) == ("calibrated", 1)
+    for tile in plan.get("tiles", ()):
+        assert sorted(tile["requests"]) == [0, 1] and tile["parts"]
+        runs = sorted((run["start"], run["end"], run["requests"]) for run in tile["runs"])
+        assert [run[:2] for run in runs] == [(0, 128), (128, 131), (128, 132)]
+        assert sorted(runs[0][2]) == [0, 1] and [run[2] for run in runs[1:]] == [(0,), (1,)]
+
+
 def test_headroom_is_a_hard_limit():
     problem = make_problem(path_table([(-1, 20)], [0, 0], [3, 4]), HEADS, room=70)
     made = planned_wrapper(problem)
@@ -182,6 +231,16 @@ def test_before_plan(call):
     }
     with pytest.raises(RuntimeError, match="no plan yet"):
         getattr(wrapper(HEADS), call)(*arguments[call])
+
+
+def test_kernels_that_are_asked_for(backend):
+    made = wrapper(HEADS, kernels="triton")
+    assert type(made._executor.backend) is TorchBackend
+    if backend is TorchRowTiles:
+        made = wrapper(HEADS, kernels="row_tiles")
+        assert type(made._executor.backend) is TorchRowTiles
+        with pytest.raises(ValueError, match="kernels.*strategy:pat"):
+            wrapper(HEADS, kernels="row_tiles", strategy="pat")
 
 
 def test_exported():

@@ -29,6 +29,8 @@ HEADS = HeadConfig(8, 2, 32)
         ({"dtype": torch.int8}, "dtype must be one of"),
         ({"device": "cuda"}, "dtype must be float16 or bfloat16 on a GPU"),
         ({"strategy": "best"}, "strategy must be one of query, .*got 'best'"),
+        ({"kernels": "cuda"}, "kernels must be auto, row_tiles or triton; got 'cuda'"),
+        ({"kernels": "row_tiles"}, "kernels, or .*row tiles cannot run here .device:cpu"),
         ({"logits_soft_cap": -1.0}, "logits_soft_cap must be >= 0"),
         ({"logits_soft_cap": math.nan}, "logits_soft_cap must be >= 0"),
     ],

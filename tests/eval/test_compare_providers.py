@@ -11,11 +11,12 @@ from eval.bench_kernel import compare_providers
 from eval.bench_kernel.candidate import Candidate
 from eval.bench_kernel.case import build_case
 from eval.bench_kernel.compare_providers import DeviceLost, compare
+from eval.bench_kernel.providers import make_providers
 from eval.bench_kernel.providers.fa3 import FlashAttention3Runnable
 from eval.bench_kernel.providers.plain_torch import PlainTorch
 from sgl_prefix_attn.calibrate.measure import tensor_cores
 from sgl_prefix_attn.records import HeadConfig
-from tests.eval.kernel_settings import H100, HEADS, setting_of
+from tests.eval.kernel_settings import CPU, H100, HEADS, setting_of
 
 
 class Changed(PlainTorch):
@@ -266,3 +267,14 @@ def test_fa3_reads_one_schedule_for_all_layers_that_a_plan_renews_in_place(monke
     assert [asked[1][name] for name in names] == [4, 48, 16, 4, 2, 32]
     assert asked[1]["num_splits"] == given[0]["num_splits"] == 0
     assert asked[1]["causal"] is given[0]["causal"] is True
+
+
+def test_providers_of_this_library_are_told_apart():
+    names = ["prefix", "prefix:pat", "prefix:triton", "prefix:row_tiles"]
+    providers = make_providers(names)
+    assert [provider.name for provider in providers] == names
+    case = build_case(setting_of("1,4_64,16").tree, HEADS, 1, torch.float32, CPU, 0)
+    packs = [provider.prepare(case) for provider in providers[:3]]
+    assert all(torch.allclose(packs[0].run(0), other.run(0), atol=1e-5) for other in packs[1:])
+    with pytest.raises(ValueError, match="row tiles cannot run here"):
+        providers[3].prepare(case)

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from sgl_prefix_attn.execute import reference
+from sgl_prefix_attn.execute.backends.choice import why_no_row_tiles
+from sgl_prefix_attn.execute.backends.gluon_backend import GluonBackend
 from sgl_prefix_attn.execute.backends.triton_backend import TritonBackend
 from sgl_prefix_attn.kernels import layout as L
 from sgl_prefix_attn.plan import STRATEGIES
@@ -283,9 +285,22 @@ def test_runs_back_to_back_do_not_meet():
 
 # --- PrefixDecodeWrapper, with its own tiles and costs -------------------------------------------
 
+KERNELS = ["triton"] if INTERPRETED else ["triton", "row_tiles"]
 
-def check_wrapper(made, problem):
-    assert isinstance(made._executor.backend, TritonBackend)
+
+def wrapper_over(kernels, problem, **options):
+    if kernels == "row_tiles":
+        why_not = why_no_row_tiles(problem.q.device, problem.heads, problem.dtype)
+        if why_not is not None:
+            pytest.skip(f"no row tiles here: {why_not}")
+        by_itself = wrapper_of(problem, **options)
+        assert isinstance(by_itself._executor.backend, GluonBackend)
+    return wrapper_of(problem, kernels=kernels, **options)
+
+
+def check_wrapper(made, problem, kernels):
+    backend = TritonBackend if kernels == "triton" else GluonBackend
+    assert isinstance(made._executor.backend, backend)
     out, lse = made.run(problem.q, (problem.k, problem.v), return_lse=True)
     assert lse.base == "2"
     assert_attention(problem, out, lse.values)
@@ -295,31 +310,63 @@ def check_wrapper(made, problem):
 
 
 @only_on_a_gpu
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-def test_wrapper_on_a_block_table(page_size, dtype):
+def test_wrapper_on_a_block_table(page_size, dtype, kernels):
     nodes = [(-1, 512), (0, 128), (0, 64), (-1, 192)]
     leaf = [1] * 5 + [2] * 4 + [0] * 3 + [3] * 2 + [-1] * 3
     paths = path_table(nodes, leaf, [1, 63, 64, 65, 200] + [1 + 41 * i % 130 for i in range(12)])
     problem = problem_of(paths, dtype=dtype, page_size=page_size)
-    made = wrapper_of(problem, page_size=page_size)
+    made = wrapper_over(kernels, problem, page_size=page_size)
     table = problem.req_to_token[problem.pool][:, ::page_size] // page_size
     made.plan_block_table(table, problem.seq_lens.cpu())
     assert made.explain()["num_nodes"] >= 4
-    check_wrapper(made, problem)
+    check_wrapper(made, problem, kernels)
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("soft_cap", [0.0] if INTERPRETED else [0.0, 30.0])
-def test_wrapper_on_paths_over_appends(soft_cap):
+def test_wrapper_on_paths_over_appends(soft_cap, kernels):
     """Batches of other sizes follow each other: the workspace grows, and an earlier plan's words
     never show through."""
     made = None
     for name in USUAL if INTERPRETED else ("batch_1", "mixed", "one_token", "one_root_113", "deep"):
         problem = problem_of(USUAL[name](), dtype=DTYPES[0], soft_cap=soft_cap)
-        made = made or wrapper_of(problem)
-        check_wrapper(plan_wrapper(made, problem), problem)
+        made = made or wrapper_over(kernels, problem)
+        check_wrapper(plan_wrapper(made, problem), problem, kernels)
         generator = torch.Generator().manual_seed(1)
         for step in range(18 if name == "mixed" else 1):
             made.append(problem.grow(generator))
             if step in (0, 15, 17):
-                check_wrapper(made, problem)
+                check_wrapper(made, problem, kernels)
+
+
+@only_on_a_gpu
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("tree", ["mixed", "deep", "one_token"])
+def test_a_captured_wrapper_serves_later_plans(tree, kernels):
+    """Append and three layers with LSE are one graph, which replays over a plan made later."""
+    problem = problem_of(TREES[tree]())
+    made = plan_wrapper(wrapper_over(kernels, problem), problem)
+    q = torch.full_like(problem.q, math.nan)
+    cache_loc = torch.zeros(len(q), dtype=torch.int64, device=DEVICE)
+    k, v = problem.k, problem.v
+
+    def step():
+        made.append(cache_loc)
+        return [made.run(q, kv, return_lse=True) for kv in ((k, v), (v, k), (k, v))]
+
+    step()  # compiles, outside of the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        first, _, last = step()
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(3):
+        plan_wrapper(made, problem)
+        cache_loc.copy_(problem.grow(generator))
+        q.copy_(problem.q)
+        graph.replay()
+        for out, lse in (first, last):
+            assert_attention(problem, out, lse.values)

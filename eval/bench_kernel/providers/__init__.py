@@ -13,6 +13,7 @@ from eval.bench_kernel.providers.pat import Pat
 from eval.bench_kernel.providers.plain_torch import PlainTorch
 from eval.bench_kernel.providers.prefix import Prefix
 from eval.bench_kernel.providers.provider import Provider
+from sgl_prefix_attn.execute.backends.family import ROW_TILES, TRITON
 
 STOCK = ("flashinfer", "fa3", "batchattn", "cascade")
 STRATEGIES = ("calibrated", "pat", "naive", "query", "compute")  # of this library's planner
@@ -21,13 +22,17 @@ STRATEGIES = ("calibrated", "pat", "naive", "query", "compute")  # of this libra
 def make_providers(
     names: list[str], fasttree_path: str | None = None, pat_path: str | None = None
 ) -> list[Provider]:
-    """Make providers in the given order; `prefix:STRATEGY` is `prefix` with another strategy.
+    """Make providers in the given order; `prefix` runs what a server would,
+    `prefix:STRATEGY` packs of another strategy, `prefix:KERNELS` one family of kernels.
 
     Raises ValueError for a name or a strategy that does not exist.
     """
     make = {
         "prefix": Prefix,
-        **{f"prefix:{strategy}": partial(Prefix, strategy) for strategy in STRATEGIES},
+        **{f"prefix:{strategy}": partial(Prefix, strategy=strategy) for strategy in STRATEGIES},
+        **{
+            f"prefix:{kernels}": partial(Prefix, kernels=kernels) for kernels in (ROW_TILES, TRITON)
+        },
         "flashinfer": FlashInferDecode,
         "fa3": FlashAttention3,
         "batchattn": FlashInferBatch,

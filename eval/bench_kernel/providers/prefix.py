@@ -1,4 +1,4 @@
-"""This library, through its public wrapper: `prefix` or `prefix:STRATEGY`."""
+"""This library, through its public wrapper: `prefix`, `prefix:STRATEGY` or `prefix:KERNELS`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ class Prefix(Provider):
     module = "sgl_prefix_attn"
     needs_cuda = False
 
-    def __init__(self, strategy: str = "calibrated"):
-        self.name = "prefix" if strategy == "calibrated" else f"prefix:{strategy}"
-        self._strategy = strategy
+    def __init__(self, **options: str):
+        """options: strategy or kernels of the wrapper."""
+        named = [value for value in options.values() if value != "calibrated"]
+        self.name = ":".join(["prefix", *named])
+        self._options = options
 
     def prepare(self, case: Case) -> PrefixRunnable:
-        return PrefixRunnable(case, self._strategy)
+        return PrefixRunnable(case, self._options)
 
 
 class PrefixRunnable:
-    def __init__(self, case: Case, strategy: str):
+    def __init__(self, case: Case, options: dict[str, str]):
         from sgl_prefix_attn import PrefixDecodeWrapper
 
         self._case = case
@@ -30,7 +32,7 @@ class PrefixRunnable:
             page_size=case.page_size,
             device=case.device,
             dtype=case.dtype,
-            strategy=strategy,
+            **options,
         )
         self._paths = case.tree.prefix_paths()
         # Lengths are known to the host, as in a server; slots are on the device.

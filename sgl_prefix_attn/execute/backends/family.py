@@ -1,4 +1,4 @@
-"""Which family of kernels a server runs: a pure function, for the start and for `doctor`.
+"""Which family of kernels a server or wrapper runs: a pure function, also for `doctor`.
 
 A family is kernels and the planner whose words they read. Row tiles are Hopper's (gluon_backend.py,
 plan/row_tile_planner.py); packs run on any GPU by Triton and elsewhere in torch (triton_backend.py,
@@ -26,15 +26,17 @@ class Family(NamedTuple):
 
 
 def choose_family(wanted: str, strategy: str, why_not_here: str | None, head_dim: int) -> Family:
-    """Choose what a server's prefix steps run.
+    """Choose what the prefix steps of a server or wrapper run.
 
     wanted        AUTO, ROW_TILES or TRITON
     strategy      of the packing: row tiles have but the one, the others are ablations of packs
     why_not_here  why_no_row_tiles() of its device and model
     head_dim      of the model's layers
 
-    Raises ValueError when row tiles are wanted and cannot run.
+    Raises ValueError when row tiles are wanted and cannot run, or kernels that do not exist.
     """
+    if wanted not in (AUTO, ROW_TILES, TRITON):
+        raise ValueError(f"kernels must be {AUTO}, {ROW_TILES} or {TRITON}; got {wanted!r}")
     if wanted == TRITON:
         return Family(TRITON, "kernels:triton")
     why_not = why_not_here
@@ -46,7 +48,7 @@ def choose_family(wanted: str, strategy: str, why_not_here: str | None, head_dim
         return Family(ROW_TILES)
     if wanted == ROW_TILES:
         raise ValueError(
-            f"SGL_PREFIX_ATTN_KERNELS=row_tiles: row tiles cannot run here ({why_not}); unset it, "
-            "or remove what stands against them"
+            f"kernels, or SGL_PREFIX_ATTN_KERNELS=row_tiles: row tiles cannot run here ({why_not});"
+            " let them be chosen, or remove what stands against them"
         )
     return Family(TRITON, why_not)
