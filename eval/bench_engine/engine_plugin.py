@@ -1,7 +1,7 @@
 """SGLang plugin of the benchmark: host times, and the launches that an engine's name asks for.
 
-Loaded into the engine only by eval.engine_process. `:ordered` behind a name starts every kernel
-of row tiles when the one before it has ended, which a server leaves to the kernel itself.
+Loaded into the engine only by eval.engine_process. `:dependent` behind a name starts the kernel of
+row tiles while the one before it ends; in a server it starts behind it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 
 from eval.bench_engine import host_times
 
-ORDERED, ENV = ":ordered", "EVAL_ORDERED_LAUNCHES"
+DEPENDENT, ENV = ":dependent", "EVAL_DEPENDENT_LAUNCHES"
 
 
 def register() -> None:
@@ -21,8 +21,8 @@ def register() -> None:
 
     start = GluonBackend.__init__
 
-    def ordered(self, *args, **kwargs):
+    def dependent(self, *args, **kwargs):
         start(self, *args, **kwargs)
-        self.pdl = False
+        self.pdl = True
 
-    GluonBackend.__init__ = ordered
+    GluonBackend.__init__ = dependent

@@ -234,8 +234,9 @@ def test_before_plan(call):
 
 
 def test_kernels_that_are_asked_for(backend):
-    made = wrapper(HEADS, kernels="triton")
-    assert type(made._executor.backend) is TorchBackend
+    default = api.PrefixDecodeWrapper(8, 2, 32, device="cpu", dtype=torch.float32)
+    for made in (default, wrapper(HEADS, kernels="triton")):
+        assert type(made._executor.backend) is TorchBackend
     if backend is TorchRowTiles:
         made = wrapper(HEADS, kernels="row_tiles")
         assert type(made._executor.backend) is TorchRowTiles

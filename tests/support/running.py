@@ -69,7 +69,8 @@ def append(made, problem, slots):
         made.append(problem.seq_lens, padded)
 
 
-def wrapper(heads, dtype=torch.float32, device="cpu", **options):
+def wrapper(heads, dtype=torch.float32, device="cpu", kernels="auto", **options):
+    options["kernels"] = kernels
     sizes = (heads.num_qo_heads, heads.num_kv_heads, heads.head_dim)
     return PrefixDecodeWrapper(*sizes, device=device, dtype=dtype, **options)
 
