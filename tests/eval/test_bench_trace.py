@@ -293,7 +293,8 @@ def test_requests_are_sent_in_time_from_an_empty_cache(monkeypatch):
     manager = Manager()
     a, b, refused = send(manager, requests, monkeypatch)
     assert manager.events == ["flush", "a", "b", "refused"]
-    assert a["sent"] >= 0.0 and b["sent"] >= 0.1 and refused["sent"] >= 0.2
+    early = 1e-3  # SGLang's event loop counts in milliseconds
+    assert a["sent"] >= -early and b["sent"] >= 0.1 - early and refused["sent"] >= 0.2 - early
     assert a["sent"] < a["first"] < a["last"] and (a["tokens"], a["cached"]) == (2, 6)
     assert refused["error"] == "too long" and refused["first"] is None
 
