@@ -23,7 +23,7 @@ test-releases:
 		SGLANG=$$release ARGS="tests/sglang/test_outputs.py -k base" || exit 1; done
 
 pytest: install
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: lint
 	@$(BIN)/python -m pytest -n 2 tests/cpu tests/eval -m "not engine and not slow" $(ARGS)
