@@ -55,6 +55,24 @@ class Judgement:
         return None
 
 
+class RowJudge:
+    """Judges `rows` of outputs [Q, Hq, D] by `truth` and `low` of these; the others must be
+    written."""
+
+    def __init__(self, rows: torch.Tensor, truth: torch.Tensor, low: torch.Tensor):
+        self._rows = rows
+        self._judgement = Judgement(truth, low)
+        self.error_torch = self._judgement.error_torch.norm
+
+    def problem(self, out: torch.Tensor) -> tuple[str | None, float]:
+        """Say why an output is wrong, or None, and its error."""
+        error = self._judgement.error(out[self._rows])
+        problem = self._judgement.problem(error)
+        if problem is None and out.isnan().any():
+            problem = "rows of the output are not written"
+        return problem, error.norm
+
+
 class Wrong(Exception):
     """An output that is too far from the truth; the largest errors of all layers, its own and
     low-precision torch's."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from eval.bench_kernel.case import Case, build_case
-from eval.bench_kernel.oracle import Judgement, attend_rows
+from eval.bench_kernel.oracle import RowJudge, attend_rows
 from eval.bench_kernel.trees import Tree
 from sgl_prefix_attn.records import HeadConfig
 
@@ -53,7 +53,7 @@ class Workload(NamedTuple):
         return replace(case, q=q)
 
 
-class Judge:
+class Judge(RowJudge):
     """Judges some requests' first and last tokens and some between them, by the KV of a layer."""
 
     def __init__(self, case: Case, tokens: int, layer: int):
@@ -67,14 +67,4 @@ class Judge:
             args = (case.q[rows[-1]], case.k[layer], case.v[layer], slots[:, :sees], case.sm_scale)
             truth.append(attend_rows(*args, torch.float64, torch.float64))
             low.append(attend_rows(*args, torch.float32, case.dtype))
-        self._rows = torch.cat(rows)
-        self._judgement = Judgement(torch.cat(truth), torch.cat(low))
-        self.error_torch = self._judgement.error_torch.norm
-
-    def problem(self, out: torch.Tensor) -> tuple[str | None, float]:
-        """Why an output [Q, Hq, D] is wrong, or None, and its error."""
-        error = self._judgement.error(out[self._rows])
-        problem = self._judgement.problem(error)
-        if problem is None and out.isnan().any():
-            problem = "rows of the output are not written"
-        return problem, error.norm
+        super().__init__(torch.cat(rows), torch.cat(truth), torch.cat(low))

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from eval.bench_kernel import case as trees
-from eval.bench_kernel.oracle import Judgement, attend_rows
+from eval.bench_kernel.oracle import RowJudge, attend_rows
 from eval.papers.counts import kv_bytes
 from sgl_prefix_attn.calibrate.batches import Batch
 from sgl_prefix_attn.calibrate.measure import slots_of
@@ -73,7 +73,7 @@ def build(
     )
 
 
-class Judge:
+class Judge(RowJudge):
     """Judges one layer's output by full attention of some requests in fp64, the shortest and the
     longest among them."""
 
@@ -81,26 +81,18 @@ class Judge:
         order = np.argsort(case.batch.paths.seq_lens, kind="stable")
         picks = np.unique(np.linspace(0, order.size - 1, min(_JUDGED, order.size)).astype(int))
         requests = order[picks]
-        self._rows = torch.from_numpy(requests).to(case.device)
 
         def attend(score_dtype: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
             return torch.cat([self._attend(case, layer, i, score_dtype, dtype) for i in requests])
 
-        self._judgement = Judgement(
-            attend(torch.float64, torch.float64), attend(torch.float32, case.dtype)
+        super().__init__(
+            torch.from_numpy(requests).to(case.device),
+            attend(torch.float64, torch.float64),
+            attend(torch.float32, case.dtype),
         )
-        self.error_torch = self._judgement.error_torch.norm
 
     @staticmethod
     def _attend(case: Case, layer: int, i: int, score_dtype, dtype) -> torch.Tensor:
         slots = case.req_to_token[i : i + 1, : int(case.batch.paths.seq_lens[i])]
         k, v = case.k[layer], case.v[layer]
         return attend_rows(case.q[i : i + 1], k, v, slots, case.sm_scale, score_dtype, dtype)
-
-    def problem(self, out: torch.Tensor) -> tuple[str | None, float]:
-        """Say why an output [B, Hq, D] is wrong, or None, and its error."""
-        error = self._judgement.error(out[self._rows])
-        problem = self._judgement.problem(error)
-        if problem is None and out.isnan().any():
-            problem = "rows of the output are not written"
-        return problem, error.norm
