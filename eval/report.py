@@ -55,12 +55,10 @@ def _section(name: str, result: dict, baseline: str | None, short: bool) -> str:
         body = [kernel_tables.markdown(rows)]
     elif "program" in first:
         body = [agent_tables.summary(rows) if short else agent_tables.markdown(rows)]
+    elif "e2e_ms" in first and short:
+        body = [serving_tables.summary(rows, meta["settings"])]
     elif "e2e_ms" in first:
-        settings = meta["settings"]
-        tables = serving_tables
-        body = [
-            tables.summary(rows, settings) if short else tables.markdown(rows, settings, baseline)
-        ]
+        body = [serving_tables.markdown(rows, meta["settings"], baseline)]
     elif "group" in first:
         body = [_ttft_table(rows)]
     elif "ttft_ms" in first:

@@ -21,7 +21,7 @@ from eval.cli_values import amount, several
 from eval.row_tile_fit import fitting, measure, samples
 from sgl_prefix_attn.calibrate.batches import draw
 from sgl_prefix_attn.cli.model_heads import parse_heads
-from sgl_prefix_attn.plan.costs import GPU_RATES
+from sgl_prefix_attn.plan.costs import GPU_RATES, known_rates
 from sgl_prefix_attn.predict.row_tile_rates import rates_of_gpu
 from sgl_prefix_attn.records import HeadConfig
 
@@ -77,7 +77,7 @@ def _fit(found: list[samples.Sample], path: str | None, argv: list[str]) -> int:
     if len(gpus) > 1:
         raise ValueError(f"--jsonl: samples of several GPUs, {', '.join(sorted(gpus))}")
     gpu = gpus.pop()
-    today = rates_of_gpu(gpu, _bandwidth(gpu))
+    today = rates_of_gpu(gpu, (known_rates(gpu) or GPU_RATES["H100"]).bandwidth)
     rates = fitting.fit(found, today)
     left_out = fitting.leave_one_out(found, today)
     rows = []
@@ -101,13 +101,6 @@ def _fit(found: list[samples.Sample], path: str | None, argv: list[str]) -> int:
         meta = provenance.collect("eval.row_tile_fit", argv, sampled_on=gpu)
         provenance.save(path, meta, rows, rates=vars(rates))
     return 0 if worst <= ENOUGH else 1
-
-
-def _bandwidth(gpu: str) -> float:
-    """Return a GPU's bandwidth in bytes/us by its name, an H100's for one without rates."""
-    return next(
-        (rates for name, rates in GPU_RATES.items() if name in gpu), GPU_RATES["H100"]
-    ).bandwidth
 
 
 if __name__ == "__main__":

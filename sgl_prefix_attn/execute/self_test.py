@@ -66,7 +66,7 @@ def check_kernels(
         for grown in range(2):
             lens = seq_lens + grown
             executor.append(lens, table[pool, lens - 1].long())
-            # two layers: behind an append the first is launched unlike the others
+            # two layers: a dependent launch is not the first one behind an append
             outs = torch.full((2, *q.shape), float("nan"), dtype=dtype, device=device)
             for out in outs:
                 executor.run(LayerParams(q, k, v, lens, out, None, scale, soft_cap))
