@@ -14,7 +14,10 @@ from eval.bench_kernel.compare_providers import DeviceLost, compare
 from eval.bench_kernel.providers import make_providers
 from eval.bench_kernel.providers.fa3 import FlashAttention3Runnable
 from eval.bench_kernel.providers.plain_torch import PlainTorch
+from sgl_prefix_attn.api import wrapper
 from sgl_prefix_attn.calibrate.measure import tensor_cores
+from sgl_prefix_attn.plan import Planner
+from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.records import HeadConfig
 from tests.eval.kernel_settings import CPU, H100, HEADS, setting_of
 
@@ -269,7 +272,7 @@ def test_fa3_reads_one_schedule_for_all_layers_that_a_plan_renews_in_place(monke
     assert asked[1]["causal"] is given[0]["causal"] is True
 
 
-def test_providers_of_this_library_are_told_apart():
+def test_providers_of_this_library_are_told_apart(monkeypatch):
     names = ["prefix", "prefix:pat", "prefix:triton", "prefix:row_tiles"]
     providers = make_providers(names)
     assert [provider.name for provider in providers] == names
@@ -278,3 +281,6 @@ def test_providers_of_this_library_are_told_apart():
     assert all(torch.allclose(packs[0].run(0), other.run(0), atol=1e-5) for other in packs[1:])
     with pytest.raises(ValueError, match="row tiles cannot run here"):
         providers[3].prepare(case)
+    monkeypatch.setattr(wrapper, "why_no_row_tiles", lambda *args: None)  # as on Hopper
+    planners = [type(provider.prepare(case)._wrapper._planner) for provider in providers]
+    assert planners == [RowTilePlanner, Planner, Planner, RowTilePlanner]
