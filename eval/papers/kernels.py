@@ -11,20 +11,14 @@ from eval.bench_kernel.providers import make_providers
 from eval.bench_kernel.providers.provider import Provider
 from eval.papers.case import Case
 from eval.papers.counts import merge_bytes
-from sgl_prefix_attn.execute.backends.choice import (
-    new_backend,
-    row_tile_backend,
-    why_no_row_tiles,
-)
+from sgl_prefix_attn.api.planned_attention import packs, row_tiles
+from sgl_prefix_attn.execute.backends.choice import why_no_row_tiles
 from sgl_prefix_attn.execute.backends.family import AUTO, ROW_TILES, choose_family
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.params import Capacity, LayerParams
-from sgl_prefix_attn.plan import Planner
-from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
-from sgl_prefix_attn.plan.tile_defaults import default_tile_set
 from sgl_prefix_attn.predict import store
 from sgl_prefix_attn.predict.predictor import Predictor, RowTilePredictor
-from sgl_prefix_attn.predict.startup import default_costs, default_rates, gpu_key
+from sgl_prefix_attn.predict.startup import gpu_key
 from sgl_prefix_attn.step.evaluate import evaluate
 from sgl_prefix_attn.step.policy import BatchFacts
 
@@ -41,8 +35,8 @@ class ServerRunnable:
         self._case = case
         why_not = why_no_row_tiles(case.device, case.heads, case.dtype)
         family = choose_family(AUTO, "calibrated", why_not, case.heads.head_dim)
-        make = _row_tiles if family.name == ROW_TILES else _packs
-        backend, planner = make(case)
+        make = row_tiles if family.name == ROW_TILES else packs
+        backend, planner = make(case.heads, case.dtype, case.device, case.page_size)
         evaluation = evaluate(case.batch.paths, BatchFacts(), planner, _predictor(case, family))
         plan = evaluation.plan
         self._executor = PlanExecutor(backend, Capacity.for_plans(plan))
@@ -62,19 +56,6 @@ class ServerRunnable:
         k, v = case.k[layer], case.v[layer]
         self._executor.run(LayerParams(case.q, k, v, case.seq_lens, out, None, case.sm_scale, 0.0))
         return out
-
-
-def _row_tiles(case: Case):
-    backend = row_tile_backend(case.device, case.heads, case.dtype)
-    rates = default_rates(case.device, case.heads, case.dtype, case.page_size)
-    return backend, RowTilePlanner(case.heads, num_sms=backend.num_sms, rates=rates)
-
-
-def _packs(case: Case):
-    tile_set = default_tile_set(case.device, case.heads)
-    costs = default_costs(case.device, case.heads, case.dtype, case.page_size)
-    backend = new_backend(case.device, case.heads, case.dtype, tile_set)
-    return backend, Planner(case.heads, tile_set=tile_set, costs=costs)
 
 
 def _predictor(case: Case, family) -> Predictor | None:

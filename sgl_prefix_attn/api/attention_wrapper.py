@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from sgl_prefix_attn.api import argument_checks as checks
-from sgl_prefix_attn.api.planned_attention import PlannedAttention
+from sgl_prefix_attn.api.planned_attention import PlannedAttention, row_tiles
 from sgl_prefix_attn.execute.lse import Lse
 from sgl_prefix_attn.paths import block_tables as bt
 from sgl_prefix_attn.plan.forest import build_forest
@@ -52,7 +52,7 @@ class PrefixAttentionWrapper(PlannedAttention):
         """
         heads = HeadConfig(num_qo_heads, num_kv_heads, head_dim)
         super().__init__(heads, page_size, device, dtype, sm_scale, logits_soft_cap)
-        self._use_row_tiles()
+        self._use(*row_tiles(heads, dtype, self.device, page_size))
         self._num_queries = 0
         self._seq_lens = torch.empty(0, dtype=torch.int32)
 

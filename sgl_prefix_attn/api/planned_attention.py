@@ -5,15 +5,40 @@ from typing import Any
 import torch
 
 from sgl_prefix_attn.api import argument_checks as checks
-from sgl_prefix_attn.execute.backends.choice import row_tile_backend
+from sgl_prefix_attn.execute.backends.choice import new_backend, row_tile_backend
 from sgl_prefix_attn.execute.backends.kernel_backend import KernelBackend
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.lse import Lse
 from sgl_prefix_attn.execute.params import Capacity, LayerParams
 from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
-from sgl_prefix_attn.predict.startup import default_rates
+from sgl_prefix_attn.plan.tile_defaults import default_tile_set
+from sgl_prefix_attn.predict.startup import default_costs, default_rates
 from sgl_prefix_attn.records import Forest, HeadConfig
+
+
+def row_tiles(
+    heads: HeadConfig, dtype: torch.dtype, device: torch.device, page_size: int
+) -> tuple[KernelBackend, RowTilePlanner]:
+    """Return what runs row tiles, their kernel or torch on a CPU, and what plans them. Raises
+    ValueError as row_tile_backend."""
+    backend = row_tile_backend(device, heads, dtype)
+    rates = default_rates(device, heads, dtype, page_size)
+    return backend, RowTilePlanner(heads, num_sms=backend.num_sms, rates=rates)
+
+
+def packs(
+    heads: HeadConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    page_size: int,
+    strategy: str = "calibrated",
+) -> tuple[KernelBackend, Planner]:
+    """Return what runs packs, Triton or torch on a CPU, and what plans them."""
+    tile_set = default_tile_set(device, heads)
+    costs = default_costs(device, heads, dtype, page_size)
+    planner = Planner(heads, tile_set=tile_set, strategy=strategy, costs=costs)
+    return new_backend(device, heads, dtype, tile_set), planner
 
 
 class PlannedAttention:
@@ -43,15 +68,8 @@ class PlannedAttention:
         self.sm_scale = heads.head_dim**-0.5 if sm_scale is None else float(sm_scale)
         self.logits_soft_cap = float(logits_soft_cap)
 
-    def _use_row_tiles(self) -> None:
-        """Run row tiles: their kernel, or torch on a CPU. Raises ValueError as row_tile_backend."""
-        backend = row_tile_backend(self.device, self.heads, self.dtype)
-        rates = default_rates(self.device, self.heads, self.dtype, self.page_size)
-        self._planner = RowTilePlanner(self.heads, num_sms=backend.num_sms, rates=rates)
-        self._use(backend)
-
-    def _use(self, backend: KernelBackend) -> None:
-        self._backend = backend
+    def _use(self, backend: KernelBackend, planner: Planner | RowTilePlanner) -> None:
+        self._backend, self._planner = backend, planner
         self._executor = PlanExecutor(backend, Capacity(1, 1, 1))
 
     def _planned(self) -> Any:

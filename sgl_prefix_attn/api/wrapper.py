@@ -7,18 +7,15 @@ import numpy as np
 import torch
 
 from sgl_prefix_attn.api import argument_checks as checks
-from sgl_prefix_attn.api.planned_attention import PlannedAttention
-from sgl_prefix_attn.execute.backends.choice import new_backend, why_no_row_tiles
+from sgl_prefix_attn.api.planned_attention import PlannedAttention, packs, row_tiles
+from sgl_prefix_attn.execute.backends.choice import why_no_row_tiles
 from sgl_prefix_attn.execute.backends.family import ROW_TILES, TRITON, choose_family
 from sgl_prefix_attn.execute.lse import Lse
 from sgl_prefix_attn.explain.row_tile_view import tile_views
 from sgl_prefix_attn.explain.view import pack_views
 from sgl_prefix_attn.paths import block_tables as bt
-from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
-from sgl_prefix_attn.plan.tile_defaults import default_tile_set
-from sgl_prefix_attn.predict.startup import default_costs
 from sgl_prefix_attn.records import HeadConfig, PathTable
 
 
@@ -65,9 +62,9 @@ class PrefixDecodeWrapper(PlannedAttention):
         self._strategy = strategy
         why_not = why_no_row_tiles(self.device, heads, dtype)
         if choose_family(kernels, strategy, why_not, head_dim).name == ROW_TILES:
-            self._use_row_tiles()
+            self._use(*row_tiles(heads, dtype, self.device, page_size))
         else:
-            self._use_packs()
+            self._use(*packs(heads, dtype, self.device, page_size, strategy))
         self._appended = 0
         self._seq_lens = torch.empty(0, dtype=torch.int32, device=self.device)
 
@@ -167,13 +164,6 @@ class PrefixDecodeWrapper(PlannedAttention):
                 for pack in pack_views(plan)
             ],
         }
-
-    def _use_packs(self) -> None:
-        """Run packs: by Triton, or in torch on a CPU."""
-        tile_set = default_tile_set(self.device, self.heads)
-        costs = default_costs(self.device, self.heads, self.dtype, self.page_size)
-        self._planner = Planner(self.heads, tile_set=tile_set, strategy=self._strategy, costs=costs)
-        self._use(new_backend(self.device, self.heads, self.dtype, tile_set))
 
     def _load(
         self, table: PathTable, name: str, req_to_token: torch.Tensor, pool: torch.Tensor
