@@ -4,6 +4,7 @@ stock backends.
 """
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,9 +79,11 @@ def write_adapter(path):
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory):
-    """Folders of finished engines by (option, backend); all start at once, after one that
-    compiles FlashInfer."""
+def engines(tmp_path_factory, request):
+    """Folders of finished engines by (option, backend), of the options whose tests run; all start
+    at once, after one that compiles FlashInfer."""
+    items = [item for item in request.session.items if item.path == Path(__file__)]
+    wanted = {item.callspec.params["option"] for item in items}
     folder = tmp_path_factory.mktemp("configurations")
     model = write_tiny_llama(folder / "model", **CHANGES)
     adapter = {"lora_paths": {"adapter": str(write_adapter(folder / "adapter"))}}
@@ -91,7 +94,7 @@ def engines(tmp_path_factory):
         ("plain", b): Config("plain", plain(*LIKE_STOCK), ENGINE, env) for b in (REFERENCE, NOISE)
     }
     for name, (arguments, scenario, _) in OPTIONS.items():
-        if name in ON_TWO_GPUS and torch.cuda.device_count() < 2:
+        if name not in wanted or (name in ON_TWO_GPUS and torch.cuda.device_count() < 2):
             continue
         engine = ENGINE | arguments | (adapter if name == "lora" else {})
         checks = CHECKS if name in CHECKED else {}
