@@ -27,7 +27,8 @@ _CORPUS = (
 def write_tiny_llama(path: str | Path, *, seed: int = 1234, **changes) -> Path:
     """Write config, fp32 weights and tokenizer into `path`; the same arguments, the same bytes.
 
-    changes: entries of config.json other than the tiny shape's."""
+    changes: entries of config.json other than the tiny shape's; of model_type "qwen3" it is a small
+    Qwen3, whose queries and keys are normalised."""
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -66,6 +67,8 @@ def _weights(config: dict, generator: torch.Generator) -> dict[str, torch.Tensor
             "mlp.up_proj": linear(intermediate, hidden, 1.0),
             "mlp.down_proj": linear(hidden, intermediate, 1.4),
         }
+        if config["model_type"] == "qwen3":
+            block |= {f"self_attn.{x}_norm": torch.full((config["head_dim"],), 2.4) for x in "qk"}
         weights |= {f"model.layers.{layer}.{name}.weight": w for name, w in block.items()}
     return weights
 

@@ -53,6 +53,8 @@ OPTIONS = {
     ),
 }  # fmt: skip
 CHECKED = ("hicache_write_back",)  # in check mode: every path, and each second step by both kernels
+# SGLang's Llama has no data-parallel attention: its layers take as many heads as without.
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 ON_TWO_GPUS = ("data_parallel", "pipeline_parallel", "dp_attention")
 
 
@@ -86,6 +88,7 @@ def engines(tmp_path_factory, request):
     wanted = {item.callspec.params["option"] for item in items}
     folder = tmp_path_factory.mktemp("configurations")
     model = write_tiny_llama(folder / "model", **CHANGES)
+    models = {"dp_attention": write_tiny_llama(folder / "qwen3", **CHANGES, **QWEN3)}
     adapter = {"lora_paths": {"adapter": str(write_adapter(folder / "adapter"))}}
     env = {"SGL_PREFIX_ATTN_CPU_PLATFORM": "0", "SGL_PREFIX_ATTN_POLICY": "prefix"}
     # Engines that share GPUs find unlike parts of them free.
@@ -105,7 +108,8 @@ def engines(tmp_path_factory, request):
             jobs[name, backend] = Config(name, plain(scenario), engine | prefill, env | checks)
     started = {}
     for i, (key, config) in enumerate(jobs.items()):
-        started[key] = start(config, key[1], model, folder / "-".join(key))
+        own = models.get(key[0], model)
+        started[key] = start(config, key[1], own, folder / "-".join(key))
         if i == 0:
             wait(started[key], folder / "-".join(key))
     for key, process in started.items():
