@@ -9,7 +9,7 @@ import torch
 from sgl_prefix_attn.api import argument_checks as checks
 from sgl_prefix_attn.api.planned_attention import PlannedAttention, packs, row_tiles
 from sgl_prefix_attn.execute.backends.choice import why_no_row_tiles
-from sgl_prefix_attn.execute.backends.family import ROW_TILES, TRITON, choose_family
+from sgl_prefix_attn.execute.backends.family import AUTO, ROW_TILES, choose_family
 from sgl_prefix_attn.execute.lse import Lse
 from sgl_prefix_attn.explain.row_tile_view import tile_views
 from sgl_prefix_attn.explain.view import pack_views
@@ -43,15 +43,15 @@ class PrefixDecodeWrapper(PlannedAttention):
         device: torch.device | str,
         dtype: torch.dtype,
         strategy: str = "calibrated",
-        kernels: str = TRITON,
+        kernels: str = AUTO,
         sm_scale: float | None = None,
         logits_soft_cap: float = 0.0,
     ):
         """Make a wrapper; sm_scale defaults to head_dim ** -0.5, logits_soft_cap 0 means none.
 
         strategy  of the packing, for packs
-        kernels   "triton" (packs; torch on a CPU), "row_tiles" of a Hopper GPU (no GPU has run
-                  this wrapper over them yet), or "auto": those that a server would run
+        kernels   "auto": those that a server would run; "triton" (packs; torch on a CPU) or
+                  "row_tiles" (Hopper)
 
         Raises ValueError naming the argument: heads that do not divide, head_dim outside 16-256,
         page_size below 1, a GPU that is not there, dtype other than float16/bfloat16 (or float32 on

@@ -6,7 +6,6 @@ import torch
 
 from eval.bench_kernel.case import Case
 from eval.bench_kernel.providers.provider import Provider
-from sgl_prefix_attn.execute.backends.family import AUTO
 
 
 class Prefix(Provider):
@@ -17,7 +16,7 @@ class Prefix(Provider):
         """options: strategy or kernels of the wrapper."""
         named = [value for value in options.values() if value != "calibrated"]
         self.name = ":".join(["prefix", *named])
-        self._options = {"kernels": AUTO, **options}
+        self._options = options
 
     def prepare(self, case: Case) -> PrefixRunnable:
         return PrefixRunnable(case, self._options)
