@@ -81,7 +81,7 @@ def test_the_readme_s_first_numbers_are_the_result_files():
     ratios = wall_ratios(agents)
     mean = geometric_mean(r for (_, backend), r in ratios.items() if backend == "prefix")
     batch = {row["workload"]: row["ratio"] for row in rows("engine_h200_sglang_0.5.23")
-             if row["backend"] == "prefix"}  # fmt: skip
+             if row["backend"] == "flashinfer/prefix"}  # fmt: skip
     page = " ".join((ROOT / "README.md").read_text().split())
     first_screen = page.partition(" ## ")[0]
     for said in (

@@ -177,12 +177,14 @@ def test_a_file_that_is_no_result_is_named(tmp_path, content, capsys):
         (
             "docs/measurements.md",
             (
-                "kernel_h100_pat20",
+                "kernel_h200_pat20",
+                "kernel_h200_long",
+                "policy_h200",
                 "policy_h100",
+                "trace_h200_fa3",
                 "trace_h100",
-                "trace_h100_fa3",
                 "engine_h200_sglang_0.5.23",
-                "engine_h200",
+                "engine_h200_sglang_0.5.17",
                 "engine_h200_triton",
                 "engine_h100",
             ),
