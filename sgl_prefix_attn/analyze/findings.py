@@ -41,12 +41,16 @@ class Findings:
     @property
     def saved_p90(self) -> float:
         """The share of KV reads that a tenth of the decode steps are spared at least."""
-        if not self.prefix.looks:
-            return 0.0
-        saved = np.array([look.saved for look in self.prefix.looks])
-        order = np.argsort(saved)
-        steps = np.cumsum(self.prefix.weights[order])
-        return float(saved[order][np.searchsorted(steps, 0.9 * steps[-1])])
+        saved = [look.saved for look in self.prefix.looks]
+        return _quantile(saved, self.prefix.weights, 0.9) if saved else 0.0
+
+    def between_tokens(self, run: Simulated) -> float:
+        """Milliseconds: of the decode step of the median token, without prefills in between; NaN
+        where none decodes."""
+        if not run.looks:
+            return float("nan")
+        tokens = run.weights * np.array([look.running for look in run.looks])
+        return _quantile([1e3 * look.seconds for look in run.looks], tokens, 0.5)
 
     def tpot(self, run: Simulated, quantile: float | None) -> float:
         """Milliseconds: the mean over all requests, or a quantile; NaN where none decodes."""
@@ -88,3 +92,10 @@ class Findings:
                 f"{ratio:.3f} of FlashInfer's)."
             )
         return f"It will not help: {shared}, so steps run as without it (TPOT {ratio:.3f})."
+
+
+def _quantile(values: list[float], weights: np.ndarray, quantile: float) -> float:
+    """The value up to which values have that share of the weights."""
+    order = np.argsort(values)
+    below = np.cumsum(weights[order])
+    return values[order[np.searchsorted(below, quantile * below[-1])]]

@@ -36,6 +36,7 @@ class Look:
     tokens, unique, read  KV tokens: of all requests, each once, and as the server reads them
     is_prefix  whether it runs prefix kernels
     us         predicted microseconds per layer of the kernels that it runs
+    seconds    of the whole step
     """
 
     at: float
@@ -47,6 +48,7 @@ class Look:
     read: int
     is_prefix: bool
     us: float
+    seconds: float
 
     @property
     def saved(self) -> float:
@@ -121,7 +123,8 @@ def simulate(
             else predictor.stock(seq_lens, done.plan.stats.kv_tokens_unique)
         )
         tokens = int(counts[sv.N_KV])
-        now[sv.T_KV_TOKEN] = rate = us * 1e-6 * layers / tokens
+        attention = us * 1e-6 * layers
+        now[sv.T_KV_TOKEN] = rate = attention / tokens
         like = loop.half_octave(tokens)
         before = state.rates[like] or rate
         state.rates[like] = before + LATE * (rate - before)
@@ -136,6 +139,7 @@ def simulate(
                 read=done.plan.stats.kv_tokens_read if is_prefix else tokens,
                 is_prefix=is_prefix,
                 us=us,
+                seconds=costs.step + costs.request * seq_lens.size + attention,
             )
         )
         if len(looks) == 2 * MOST_LOOKS:

@@ -65,6 +65,7 @@ def _times(findings: Findings) -> Table:
         ("TPOT mean, ms", lambda run: findings.tpot(run, None), ",.2f"),
         ("TPOT p50, ms", lambda run: findings.tpot(run, 0.5), ",.2f"),
         ("TPOT p99, ms", lambda run: findings.tpot(run, 0.99), ",.2f"),
+        ("decode step p50, ms", findings.between_tokens, ",.2f"),
         ("TTFT p50, s", lambda run: float(np.nanmedian(run.ttft)), ",.3f"),
         ("output tokens/s", lambda run: _generated(run) / run.seconds, ",.0f"),
     ]

@@ -1,5 +1,6 @@
 """The simulated server against small traces whose answers are known, and against plain Python."""
 
+import math
 from collections import OrderedDict
 from dataclasses import replace
 from io import StringIO
@@ -117,6 +118,18 @@ def test_attention_is_of_the_kernels_that_are_chosen(run):
     done = run(trace, predictor=slower)
     assert done.tpot[0] == pytest.approx(0.0132, 1e-3)
     assert [look.saved for look in done.looks] == [0] and done.reuse > 1.9
+
+
+@pytest.mark.parametrize(("alone", "ms"), [(30, 10.4), (60, 10.1)])
+def test_the_decode_step_of_the_median_token(run, alone, ms):
+    # Three run beside the first one for 10 steps; it decodes so many more tokens alone, behind a
+    # prefill that belongs to no step.
+    first = (0, [1], 11 + alone)
+    trace = trace_of(first, *[(0, [i], 11) for i in (2, 3, 4)], (0.01, [5], 1))
+    done = run(trace, PLAIN._replace(request=1e-4))
+    assert Findings(done, done, 0.0).between_tokens(done) == pytest.approx(ms)
+    nothing = run(trace_of((0, [1], 1)))
+    assert math.isnan(Findings(nothing, nothing, 0.0).between_tokens(nothing))
 
 
 @pytest.mark.parametrize(
@@ -360,7 +373,7 @@ def test_the_command(many, tmp_path, capsys):
     for part in (
         "64 requests over 0 s", "1 bad lines, left out:\n  line 65: no JSON",
         "NVIDIA H200", "row tiles", "concurrent reuse 7.", "100.0% of steps run prefix kernels",
-        "TPOT p50, ms", "It will help: ", "written",
+        "TPOT p50, ms", "decode step p50, ms", "It will help: ", "written",
     ):  # fmt: skip
         assert part in said, said
     assert png.read_bytes().startswith(b"\x89PNG")
