@@ -16,13 +16,16 @@ from eval import provenance
 from eval.cli_values import several
 from eval.policy_holdout import host, policy_text, scatter
 from eval.policy_holdout.coverage import coverage
-from eval.policy_holdout.holdout import DTYPES, Holdout, Setup, find_gpu, gpu_meter
+from eval.policy_holdout.holdout import DTYPES, Holdout, Setup, find_gpu, gpu_meter, settled
 from eval.policy_holdout.regret import summarize
 from sgl_prefix_attn.cli.argument_types import count
+from sgl_prefix_attn.cli.named_gpus import KERNELS
+from sgl_prefix_attn.execute.backends.family import AUTO, TRITON
 
 DEFAULTS = {
     "seeds": [101, 102, 103, 104, 105],
     "batches": 60,
+    "kernels": AUTO,
     "heads": "32/8",
     "head_dim": 128,
     "dtype": "bf16",
@@ -39,7 +42,7 @@ def main(argv: list[str]) -> int:
     try:
         stored = provenance.load(args.stored) if args.stored else None
         if stored is None:
-            setup = Setup(*find_gpu(), **DEFAULTS | given)
+            setup = settled(Setup(*find_gpu(), **DEFAULTS | given))
         else:
             setup = _stored_setup(stored, args.stored, given)
         holdout = Holdout(setup, args.calibration)
@@ -48,8 +51,8 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         parser.error(str(error))
     print(
-        f"{setup.gpu}, {setup.heads} heads, head dim {setup.head_dim}, {setup.dtype}, pages of "
-        f"{setup.page_size}; calibration: {meta['calibration']['origin']}"
+        f"{setup.gpu}, {setup.kernels}, {setup.heads} heads, head dim {setup.head_dim}, "
+        f"{setup.dtype}, pages of {setup.page_size}; calibration: {meta['calibration']['origin']}"
     )
     if stored is None:
         holdout.planner.warm_up()
@@ -78,8 +81,9 @@ def main(argv: list[str]) -> int:
 def _stored_setup(stored: dict, path: str, given: dict) -> Setup:
     if given:
         raise ValueError(f"--from takes {', '.join(given)} from the file: leave them out")
-    setup = stored["meta"].get("setup")
-    if setup is None or set(setup) != {field.name for field in fields(Setup)}:
+    # Files from before the option are of packs.
+    setup = {"kernels": TRITON} | (stored["meta"].get("setup") or {})
+    if set(setup) != {field.name for field in fields(Setup)}:
         raise ValueError(f"{path} is no result of eval.policy_holdout")
     return Setup(**setup)
 
@@ -107,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seeds", type=several(count), help="101,102,103,104,105; not below 101")
     parser.add_argument("--batches", type=count, help="of each seed (60)")
+    parser.add_argument("--kernels", choices=KERNELS, help="of prefix steps (auto: a server's)")
     parser.add_argument("--heads", help="query/KV heads (32/8)")
     parser.add_argument("--head-dim", type=count, help="(128)")
     parser.add_argument("--dtype", choices=DTYPES, help="(bf16)")

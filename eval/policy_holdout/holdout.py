@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -12,10 +12,9 @@ from eval.policy_holdout.rows import decided, measure
 from sgl_prefix_attn.calibrate.batches import MAX_BATCH, Batch, draw
 from sgl_prefix_attn.cli.calibrate_command import meter_factory, progress_bar
 from sgl_prefix_attn.cli.model_heads import parse_heads
-from sgl_prefix_attn.plan import Planner
-from sgl_prefix_attn.plan.tile_defaults import gpu_tile_set
+from sgl_prefix_attn.cli.named_gpus import server_of
+from sgl_prefix_attn.execute.backends.family import ROW_TILES, Family, choose_family
 from sgl_prefix_attn.predict import store
-from sgl_prefix_attn.predict.predictor import Predictor
 from sgl_prefix_attn.predict.record import CalibrationKey
 from sgl_prefix_attn.records import HeadConfig
 from sgl_prefix_attn.step.evaluate import evaluate
@@ -35,6 +34,7 @@ class Setup:
 
     gpu: str
     num_sms: int
+    kernels: str  # of prefix steps, once settled: row_tiles or triton
     heads: str  # query/KV heads
     head_dim: int
     dtype: str
@@ -78,12 +78,8 @@ class Holdout:
                     f"{CALIBRATION_SEEDS[-1]} are for calibrations, and this one was made with "
                     f"seed {self.calibration_seed}"
                 )
-        self.predictor = Predictor(self.calibration)
-        self.planner = Planner(
-            setup.key.heads,
-            tile_set=gpu_tile_set(setup.num_sms, setup.key.heads),
-            costs=self.calibration.costs,
-        )
+        server = server_of(Family(setup.kernels), setup.key.heads, self.calibration)
+        self.planner, self.predictor = server.planner, server.predictor
 
     @property
     def calibration_seed(self) -> int | None:
@@ -93,14 +89,15 @@ class Holdout:
     def calibration_meta(self) -> dict:
         """Say about the calibration what a result file does."""
         found = self.calibration
+        rates = self.planner.rates if self.setup.kernels == ROW_TILES else found.rates
         return {
             "origin": self._origin,
-            "source": found.source,
+            "source": self.predictor.source,
             "seed": self.calibration_seed,
             "samples": found.samples,
             "errors": found.errors,
             "versions": found.versions,
-            "rates": asdict(found.rates),
+            "rates": asdict(rates),
         }
 
     def run(self, meter, save: Callable[[list[dict]], object]) -> list[dict]:
@@ -149,6 +146,19 @@ def find_gpu() -> tuple[str, int]:
     return torch.cuda.get_device_name(0), properties.multi_processor_count
 
 
-def gpu_meter(setup: Setup, planner: Planner):
+def settled(setup: Setup) -> Setup:
+    """Name the kernels that a server would run on the first GPU. Raises ValueError for row tiles
+    that cannot run."""
+    import torch
+
+    from sgl_prefix_attn.execute.backends.choice import why_no_row_tiles
+
+    heads, dtype = setup.key.heads, getattr(torch, DTYPES[setup.dtype])
+    why_not = why_no_row_tiles(torch.device("cuda", 0), heads, dtype)
+    family = choose_family(setup.kernels, "calibrated", why_not, setup.head_dim)
+    return replace(setup, kernels=family.name)
+
+
+def gpu_meter(setup: Setup, planner):
     """Make the calibration's BatchMeter for the setup, on the first GPU."""
     return meter_factory(setup.key, setup.pool_tokens)(planner, MAX_BATCH)

@@ -8,6 +8,7 @@ from eval import bench_plan
 from sgl_prefix_attn.paths.radix_reader import RadixReader
 from sgl_prefix_attn.paths.tree_reader import RunningBatch
 from sgl_prefix_attn.plan import Planner
+from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.predict.predictor import Predictor
 from sgl_prefix_attn.records import Decision
 from sgl_prefix_attn.step.evaluate import evaluate
@@ -17,7 +18,9 @@ BATCH, _LEVELS = 256, 4
 _CALLS, _STEPS = 1001, 51
 
 
-def policy_us(predictor: Predictor, planner: Planner, calls: int = _CALLS) -> dict[str, float]:
+def policy_us(
+    predictor: Predictor, planner: Planner | RowTilePlanner, calls: int = _CALLS
+) -> dict[str, float]:
     """Measure medians for BATCH requests below a tree of several levels:
 
     decide    the policy alone

@@ -5,7 +5,9 @@ from __future__ import annotations
 from eval.markdown import table
 from eval.policy_holdout.coverage import title
 from eval.policy_holdout.regret import WORST_REGRET, chosen_us, faults, regret
+from sgl_prefix_attn.execute.backends.family import ROW_TILES, TRITON
 
+_FAMILIES = {ROW_TILES: "Row tiles", TRITON: "Packs (Triton)"}
 WANTED_BATCHES, WANTED_REGRET, WANTED_CALL_US = 200, 1.02, 30
 
 
@@ -15,8 +17,9 @@ def markdown(summary: dict, meta: dict) -> list[str]:
     meta: of the result file."""
     setup, calibration = meta["setup"], meta["calibration"]
     head = (
-        f"{setup['heads']} heads, head dim {setup['head_dim']}, {setup['dtype']}, page size "
-        f"{setup['page_size']}: {setup['batches']} batches of each of the seeds "
+        f"{_FAMILIES[setup.get('kernels', TRITON)]}, {setup['heads']} heads, head dim "
+        f"{setup['head_dim']}, {setup['dtype']}, page size {setup['page_size']}: "
+        f"{setup['batches']} batches of each of the seeds "
         f"{', '.join(map(str, setup['seeds']))}, judged by a {calibration['source']} calibration "
         f"of {calibration['samples']} other batches. Regret is the time of the chosen kernels over "
         "the time of the faster ones."

@@ -5,11 +5,12 @@ import torch
 
 from sgl_prefix_attn.calibrate.batches import Batch, prefix_lens
 from sgl_prefix_attn.calibrate.timing import LayerTimer, medians_us
-from sgl_prefix_attn.execute.backends.choice import new_backend
+from sgl_prefix_attn.execute.backends.choice import new_backend, row_tile_backend
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.params import Capacity, LayerParams
 from sgl_prefix_attn.plan import Planner
-from sgl_prefix_attn.records import HeadConfig, PathTable, Plan
+from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
+from sgl_prefix_attn.records import HeadConfig, PathTable, StepPlan
 
 _STOCK_WORKSPACE = 512 << 20
 _COLD_BYTES = 400e6  # a graph reads this much KV, so that no layer finds its own in the L2 cache
@@ -27,7 +28,7 @@ class BatchMeter:
 
     def __init__(
         self,
-        planner: Planner,
+        planner: Planner | RowTilePlanner,
         *,
         dtype: torch.dtype,
         page_size: int,
@@ -47,12 +48,7 @@ class BatchMeter:
         )
         q_shape = (max_batch, self.heads.num_qo_heads, self.heads.head_dim)
         self._q = torch.randn(q_shape, generator=generator, device=device, dtype=dtype)
-        self._executor = PlanExecutor(
-            new_backend(device, self.heads, dtype, planner.tile_set),
-            Capacity.for_server(
-                max_batch, pool_tokens, planner.headroom, planner.tile_set, self.heads
-            ),
-        )
+        self._executor = _executor(planner, dtype, device, max_batch, pool_tokens)
         self._stock_workspace = torch.empty(_STOCK_WORKSPACE, dtype=torch.uint8, device=device)
 
     def measure(self, batch: Batch) -> tuple[float, float]:
@@ -77,7 +73,7 @@ class BatchMeter:
         stock_us, prefix_us = medians_us([stock, prefix])
         return stock_us, prefix_us
 
-    def prefix_us(self, plan: Plan, paths: PathTable) -> float:
+    def prefix_us(self, plan: StepPlan, paths: PathTable) -> float:
         """Time any plan over the KV of `paths`; its results are not looked at."""
         slots, num_slots = slots_of(paths, self.page_size, self.device)
         return self._prefix_timer(plan, paths, slots, self._layers(num_slots)).us()
@@ -89,7 +85,7 @@ class BatchMeter:
         parts = [slice(i * num_slots, (i + 1) * num_slots) for i in range(count)]
         return [(self._k[part], self._v[part]) for part in parts]
 
-    def _prefix_timer(self, plan: Plan, paths: PathTable, slots, layers) -> LayerTimer:
+    def _prefix_timer(self, plan: StepPlan, paths: PathTable, slots, layers) -> LayerTimer:
         q = self._q[: paths.seq_lens.size]
         outs = [torch.empty_like(q) for _ in layers]
         seq_lens = torch.from_numpy(paths.seq_lens).to(self.device)
@@ -134,6 +130,24 @@ class BatchMeter:
             return wrapper.run(q, (k.unsqueeze(1), v.unsqueeze(1)), out=outs[layer])
 
         return LayerTimer(run, len(layers), self.device, True)
+
+
+def _executor(
+    planner: Planner | RowTilePlanner,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_batch: int,
+    pool_tokens: int,
+) -> PlanExecutor:
+    """Make what runs the planner's plans in a server with such a pool."""
+    heads, headroom = planner.heads, planner.headroom
+    if isinstance(planner, RowTilePlanner):
+        row_tiles = row_tile_backend(device, heads, dtype)
+        capacity = row_tiles.server_capacity(max_batch, pool_tokens, headroom)
+        return PlanExecutor(row_tiles, capacity)
+    tile_set = planner.tile_set
+    capacity = Capacity.for_server(max_batch, pool_tokens, headroom, tile_set, heads)
+    return PlanExecutor(new_backend(device, heads, dtype, tile_set), capacity)
 
 
 def tensor_cores(heads: HeadConfig, dtype: torch.dtype) -> bool:

@@ -55,24 +55,34 @@ def server_on(gpu: Gpu, heads: HeadConfig, kernels: str, strategy: str = "calibr
     import torch
 
     from sgl_prefix_attn.execute.backends.choice import why_no_row_tiles_on
-    from sgl_prefix_attn.execute.backends.family import ROW_TILES, choose_family
-    from sgl_prefix_attn.plan import Planner
-    from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
-    from sgl_prefix_attn.plan.tile_defaults import gpu_tile_set
+    from sgl_prefix_attn.execute.backends.family import choose_family
     from sgl_prefix_attn.predict import store
-    from sgl_prefix_attn.predict.predictor import Predictor, RowTilePredictor
     from sgl_prefix_attn.predict.record import CalibrationKey
-    from sgl_prefix_attn.predict.row_tile_rates import row_tile_rates
 
     key = CalibrationKey(gpu.name, heads, "bfloat16", 1)
     folders = store.Folders(None, store.SHIPPED)
     calibration = store.find(key, gpu.num_sms, folders=folders).calibration
     why_not = why_no_row_tiles_on(gpu.capability, heads, torch.bfloat16)
     family = choose_family(kernels, strategy, why_not, heads.head_dim)
+    return server_of(family, heads, calibration, strategy)
+
+
+def server_of(
+    family: Family, heads: HeadConfig, calibration: Calibration, strategy: str = "calibrated"
+) -> Server:
+    """Return what a server of such kernels plans and predicts with, on the calibration's GPU."""
+    from sgl_prefix_attn.execute.backends.family import ROW_TILES
+    from sgl_prefix_attn.plan import Planner
+    from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
+    from sgl_prefix_attn.plan.tile_defaults import gpu_tile_set
+    from sgl_prefix_attn.predict.predictor import Predictor, RowTilePredictor
+    from sgl_prefix_attn.predict.row_tile_rates import row_tile_rates
+
+    num_sms = calibration.num_sms
     if family.name == ROW_TILES:
         rates = row_tile_rates(calibration)
-        row_tiles = RowTilePlanner(heads, num_sms=gpu.num_sms, rates=rates)
+        row_tiles = RowTilePlanner(heads, num_sms=num_sms, rates=rates)
         return Server(family, row_tiles, RowTilePredictor(calibration), calibration, None)
-    tile_set = gpu_tile_set(gpu.num_sms, heads)
+    tile_set = gpu_tile_set(num_sms, heads)
     packs = Planner(heads, tile_set=tile_set, strategy=strategy, costs=calibration.costs)
     return Server(family, packs, Predictor(calibration), calibration, tile_set)

@@ -24,6 +24,7 @@ from sgl_prefix_attn.engine.build import padding_plan
 from sgl_prefix_attn.execute.params import Capacity
 from sgl_prefix_attn.plan import CostModel, Planner
 from sgl_prefix_attn.plan.costs import GPU_RATES
+from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.plan.tile_defaults import default_tile_set, gpu_tile_set
 from sgl_prefix_attn.predict.codec import CalibrationError
 from sgl_prefix_attn.predict.record import Origin
@@ -81,10 +82,14 @@ def test_rates_are_what_the_gpu_does():
                 assert getattr(got, name) == pytest.approx(getattr(known, name), rel=0.1), name
 
 
-def cpu_meter(page_size=1):
+PACKS = Planner(HEADS, tile_set=default_tile_set("cpu", HEADS), strategy="naive")
+ROW_TILES = RowTilePlanner(HEADS, num_sms=4)
+
+
+def cpu_meter(page_size=1, planner=PACKS):
     """The real meter, on the CPU."""
     return BatchMeter(
-        Planner(HEADS, tile_set=default_tile_set("cpu", HEADS), strategy="naive"),
+        planner,
         dtype=torch.float32,
         page_size=page_size,
         pool_tokens=2048,
@@ -93,11 +98,11 @@ def cpu_meter(page_size=1):
     )
 
 
+@pytest.mark.parametrize("planner", [PACKS, ROW_TILES], ids=["packs", "row_tiles"])
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_the_meter_runs_any_plan_over_the_kv_of_any_paths(page_size):
+def test_the_meter_runs_any_plan_over_the_kv_of_any_paths(page_size, planner):
     """The padding plan, and a plan whose result is looked at."""
-    meter = cpu_meter(page_size)
-    planner = meter.planner
+    meter = cpu_meter(page_size, planner)
     assert meter.prefix_us(padding_plan(planner), unshared(1, 64)) > 0
     paths = path_table([(-1, 48), (0, 16)], [1, 1, 0, -1], [64, 64, 48, 0], [1, 40, 9, 70])
     assert meter.prefix_us(planner.plan(paths), paths) > 0

@@ -17,6 +17,9 @@ from eval.policy_holdout.coverage import coverage
 from sgl_prefix_attn.calibrate import measure as meters
 from sgl_prefix_attn.calibrate.batches import draw, prefix_lens
 from sgl_prefix_attn.calibrate.writing import save
+from sgl_prefix_attn.cli.named_gpus import server_of
+from sgl_prefix_attn.execute.backends import choice
+from sgl_prefix_attn.execute.backends.family import Family
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.paths.tree_reader import RunningBatch
 from sgl_prefix_attn.plan import Planner
@@ -61,9 +64,9 @@ def planner_of(found: Calibration) -> Planner:
 class TrueMeter:
     """Measures what a predictor says, a little off; batches in `failing` raise."""
 
-    def __init__(self, failing=()):
-        found = calibration()
-        self.predictor, self.planner = Predictor(found), planner_of(found)
+    def __init__(self, failing=(), kernels="triton"):
+        server = server_of(Family(kernels), KEY.heads, calibration())
+        self.predictor, self.planner = server.predictor, server.planner
         self.failing, self.calls = failing, 0
 
     def measure(self, batch):
@@ -86,6 +89,7 @@ def calibration_file(tmp_path):
 def run(tmp_path, monkeypatch, calibration_file):
     """Run the command on a fake GPU: (exit status, result file)."""
     monkeypatch.setattr(command, "find_gpu", lambda: (GPU, SMS))
+    monkeypatch.setattr(choice, "why_no_row_tiles", lambda *_: None)  # a Hopper GPU
     monkeypatch.setattr(host, "policy_us", lambda *_: HOST_US)
 
     def call(*argv, meter=None):
@@ -94,6 +98,8 @@ def run(tmp_path, monkeypatch, calibration_file):
         out = tmp_path / "out.json"
         small = ["--batches", "20", "--pool-tokens", str(POOL)] if "--from" not in argv else []
         chosen = [] if "--calibration" in argv else ["--calibration", str(calibration_file)]
+        if "--kernels" not in argv and "--from" not in argv:
+            chosen += ["--kernels", "triton"]
         status = command.main([*argv, *small, *chosen, "--json", str(out)])
         return status, orjson.loads(out.read_bytes())
 
@@ -288,6 +294,22 @@ def test_a_run_judges_every_seed_and_keeps_failures(run, capsys):
     assert {r["variant"] for r in result["rows"]} == {"stock", "prefix"}
     status, nothing = run("--seeds", "101", meter=TrueMeter(failing=range(20)))
     assert status == 1 and nothing["summary"]["all"] is None
+
+
+def test_what_a_server_on_hopper_runs_is_judged(run, tmp_path):
+    row_tiles = TrueMeter(kernels="row_tiles")
+    _, first = run("--kernels", "auto", "--seeds", "101", meter=row_tiles)
+    assert first["meta"]["setup"]["kernels"] == "row_tiles"
+    assert first["meta"]["calibration"]["rates"]["wide"] == row_tiles.planner.rates.wide
+    quality = first["summary"]["prediction"]["prefix"]["percentiles"]
+    assert [quality["p1"], quality["p99"]] == pytest.approx([1 / 0.99] * 2)
+    assert "Row tiles" in report.markdown([("row_tiles.json", first)])
+    stored = tmp_path / "stored.json"
+    stored.write_bytes(orjson.dumps(first))
+    assert run("--from", str(stored))[1]["rows"] == first["rows"]
+    del first["meta"]["setup"]["kernels"]  # as before there was a choice
+    stored.write_bytes(orjson.dumps(first))
+    assert run("--from", str(stored))[1]["rows"] != first["rows"]
 
 
 def test_stored_measurements_are_judged_again(run, tmp_path):
