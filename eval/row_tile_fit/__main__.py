@@ -4,7 +4,8 @@
 file. `fit` reads it on any machine, prints the rates of plan/row_tile_time.py that describe all of
 it best, and how a fit to all head configurations but one does on that one: the time of the cuts
 that it chooses over the best measured. Up to 1.02, one file per GPU is enough. Of a single head
-configuration, a fifth of the batches is left out in turn.
+configuration, a fifth of the batches is left out in turn. `trees` says how near today's rates come
+to what eval.bench_kernel measured.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 
 from eval import provenance
 from eval.cli_values import amount, several
-from eval.row_tile_fit import fitting, measure, samples
+from eval.row_tile_fit import fitting, measure, samples, tree_times
 from sgl_prefix_attn.calibrate.batches import draw
 from sgl_prefix_attn.cli.model_heads import parse_heads
 from sgl_prefix_attn.plan.costs import GPU_RATES, known_rates
@@ -40,10 +41,18 @@ def main(argv: list[str]) -> int:
     make = commands.add_parser("fit", help="on any machine")
     make.add_argument("--jsonl", type=Path, required=True, metavar="FILE")
     make.add_argument("--json", metavar="OUT", help="result file: rates and judgements")
+    near = commands.add_parser("trees", help="on any machine")
+    near.add_argument("results", nargs="+", metavar="JSON", help="of eval.bench_kernel")
+    near.add_argument("--provider", default="prefix", help="that ran row tiles there (prefix)")
     args = parser.parse_args(argv)
     if args.command == "sample":
         return _sample(args)
     try:
+        if args.command == "trees":
+            results = map(provenance.load, args.results)
+            times = [t for one in results for t in tree_times.tree_times(one, args.provider)]
+            print(tree_times.text(times))
+            return 0
         found = samples.read(args.jsonl)
         return _fit(found, args.json, argv)
     except (OSError, ValueError) as error:

@@ -7,6 +7,7 @@ import orjson
 import pytest
 import torch
 
+from eval.bench_kernel.trees import parse_trees
 from eval.row_tile_fit import __main__ as command
 from eval.row_tile_fit import fitting, measure, samples
 from eval.row_tile_fit.samples import Sample
@@ -16,6 +17,7 @@ from sgl_prefix_attn.execute.backends.torch_row_tiles import TorchRowTiles
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.plan.row_tile_time import RowTileRates
+from sgl_prefix_attn.predict.row_tile_rates import rates_of_gpu
 from sgl_prefix_attn.records import HeadConfig
 from tests.support.forests import random_paths
 
@@ -50,6 +52,33 @@ def test_a_sample_is_predicted_as_its_cut_is():
     for cut in planner.cuts(forest):
         one = Sample.of("GPU", 132, heads, "", forest.unique_tokens, cut, 1.0)
         assert one.predicted_us(planner.rates) == cut.us
+
+
+def test_trees_are_predicted_as_their_plans_are(tmp_path, capsys):
+    row = {"tree": "1,8_1024,256", "heads": "8/1", "head_dim": 128, "status": "ok"}
+    planner = RowTilePlanner(HEADS[2], num_sms=132, rates=rates_of_gpu("NVIDIA H200", 0.0))
+    us = planner.plan_forest(build_forest(parse_trees(row["tree"])[0].paths())).predicted_us
+    rows = [
+        row | {"provider": "prefix", "us": us / 1.1},
+        row | {"provider": "prefix", "us": us * 1.1},
+        row | {"provider": "fa3", "us": 1.0},
+        row | {"provider": "prefix", "status": "unsupported"},
+    ]
+    path = tmp_path / "kernels.json"
+
+    def said(gpu, *more):
+        path.write_bytes(orjson.dumps({"meta": {"gpu": gpu, "command": ""}, "rows": rows}))
+        assert command.main(["trees", str(path), *more]) == 0
+        return capsys.readouterr().out
+
+    assert "2 trees: 1.000, rms of logarithms 0.095" in said("NVIDIA H200")
+    for gpu, more, message in (
+        ("NVIDIA X1", (), "measured on NVIDIA X1"),
+        ("NVIDIA H200", ("--provider", "prefix:row_tiles"), "prefix:row_tiles ran nothing"),
+    ):
+        with pytest.raises(SystemExit):
+            said(gpu, *more)
+        assert message in capsys.readouterr().err
 
 
 def test_a_fit_finds_rates_that_explain_the_times(found):
