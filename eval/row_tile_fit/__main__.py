@@ -49,12 +49,8 @@ def main(argv: list[str]) -> int:
         return _sample(args)
     try:
         if args.command == "trees":
-            results = map(provenance.load, args.results)
-            times = [t for one in results for t in tree_times.tree_times(one, args.provider)]
-            print(tree_times.text(times))
-            return 0
-        found = samples.read(args.jsonl)
-        return _fit(found, args.json, argv)
+            return _trees(args)
+        return _fit(samples.read(args.jsonl), args.json, argv)
     except (OSError, ValueError) as error:
         parser.error(str(error))
 
@@ -110,6 +106,14 @@ def _fit(found: list[samples.Sample], path: str | None, argv: list[str]) -> int:
         meta = provenance.collect("eval.row_tile_fit", argv, sampled_on=gpu)
         provenance.save(path, meta, rows, rates=vars(rates))
     return 0 if worst <= ENOUGH else 1
+
+
+def _trees(args) -> int:
+    results = map(provenance.load, args.results)
+    print(
+        tree_times.text([t for one in results for t in tree_times.tree_times(one, args.provider)])
+    )
+    return 0
 
 
 if __name__ == "__main__":

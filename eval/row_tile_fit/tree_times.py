@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from statistics import fmean
+from functools import cache
+from statistics import geometric_mean
 from typing import NamedTuple
 
+import numpy as np
+
 from eval.bench_kernel.trees import parse_trees
+from sgl_prefix_attn.calibrate.fit import log_rms
 from sgl_prefix_attn.cli.model_heads import parse_heads
-from sgl_prefix_attn.cli.named_gpus import GPUS
-from sgl_prefix_attn.plan.costs import GPU_RATES, known_rates
+from sgl_prefix_attn.cli.named_gpus import GPUS, server_on
+from sgl_prefix_attn.execute.backends.family import ROW_TILES
 from sgl_prefix_attn.plan.forest import build_forest
-from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
-from sgl_prefix_attn.predict.row_tile_rates import rates_of_gpu
 from sgl_prefix_attn.records import HeadConfig
 
 
@@ -32,21 +33,25 @@ class TreeTime(NamedTuple):
 def tree_times(result: dict, provider: str) -> list[TreeTime]:
     """Predict what a result of eval.bench_kernel says of a provider that ran row tiles.
 
-    Raises ValueError for a GPU that is not known by name, and where the provider ran nothing.
+    Raises ValueError for a GPU that is not known by name or runs no row tiles, and where the
+    provider ran nothing.
     """
-    gpu = result["meta"].get("gpu")
-    sms = {known.name: known.num_sms for known in GPUS.values()}
-    if gpu not in sms:
-        raise ValueError(f"measured on {gpu}; known are {', '.join(sms)}")
-    rates = rates_of_gpu(gpu, (known_rates(gpu) or GPU_RATES["H100"]).bandwidth)
+    name = result["meta"].get("gpu")
+    gpus = {gpu.name: gpu for gpu in GPUS.values()}
+    if name not in gpus:
+        raise ValueError(f"measured on {name}; known are {', '.join(gpus)}")
+
+    @cache
+    def planner_of(heads: HeadConfig):
+        return server_on(gpus[name], heads, ROW_TILES).planner
+
     found = []
     for row in result["rows"]:
         if row.get("provider") != provider or row["status"] != "ok":
             continue
         heads = HeadConfig(*parse_heads(row["heads"]), row["head_dim"])
-        planner = RowTilePlanner(heads, num_sms=sms[gpu], rates=rates)
         (tree,) = parse_trees(row["tree"])
-        plan = planner.plan_forest(build_forest(tree.paths()))
+        plan = planner_of(heads).plan_forest(build_forest(tree.paths()))
         found.append(TreeTime(tree.name, row["heads"], row["us"], plan.predicted_us))
     if not found:
         raise ValueError(f"{provider} ran nothing")
@@ -55,12 +60,13 @@ def tree_times(result: dict, provider: str) -> list[TreeTime]:
 
 def text(times: list[TreeTime]) -> str:
     """A line for each tree; their geometric mean and root mean square of logarithms."""
-    logs = [math.log(one.ratio) for one in times]
-    rms = math.sqrt(fmean(value * value for value in logs))
+    predicted, measured = (
+        np.array([getattr(one, name) for one in times]) for name in ("predicted", "measured")
+    )
     lines = [
         f"{one.heads:6} {one.tree:48} {one.measured:8.1f} us, predicted {one.predicted:8.1f}: "
         f"{one.ratio:.3f}"
         for one in times
     ]
-    mean = math.exp(fmean(logs))
+    mean, rms = geometric_mean(one.ratio for one in times), log_rms(predicted, measured)
     return "\n".join([*lines, f"{len(times)} trees: {mean:.3f}, rms of logarithms {rms:.3f}"])

@@ -96,6 +96,4 @@ class Findings:
 
 def _quantile(values: list[float], weights: np.ndarray, quantile: float) -> float:
     """The value up to which values have that share of the weights."""
-    order = np.argsort(values)
-    below = np.cumsum(weights[order])
-    return values[order[np.searchsorted(below, quantile * below[-1])]]
+    return float(np.quantile(values, quantile, weights=weights, method="inverted_cdf"))

@@ -48,6 +48,12 @@ def half_octave(tokens):
 
 
 @cached_njit
+def step_seconds(costs, batch, attention):
+    """Of a decode step of so many requests, of which all layers' attention takes `attention`."""
+    return costs.step + costs.request * batch + attention
+
+
+@cached_njit
 def advance(requests, costs, state, stride):
     """Run until the batch about to decode is to be looked at: it has changed or grown by LOOK since
     the last look, which was at least `stride` steps ago. Returns False when all is done."""
@@ -166,8 +172,7 @@ def _decode(requests, costs, state):
     rate = now[T_KV_TOKEN]
     if counts[N_CHANGED] == 1:  # it is not the batch looked at last
         rate = state.rates[half_octave(counts[N_KV])] or rate
-    seconds = costs.step + costs.request * batch + rate * counts[N_KV]
-    now[T_CLOCK] += seconds
+    now[T_CLOCK] += step_seconds(costs, batch, rate * counts[N_KV])
     counts[N_STEPS] += 1
     counts[N_TOKENS] += batch
     counts[N_READ] += counts[N_KV]

@@ -139,7 +139,7 @@ def simulate(
                 read=done.plan.stats.kv_tokens_read if is_prefix else tokens,
                 is_prefix=is_prefix,
                 us=us,
-                seconds=costs.step + costs.request * seq_lens.size + attention,
+                seconds=loop.step_seconds(costs, seq_lens.size, attention),
             )
         )
         if len(looks) == 2 * MOST_LOOKS:
