@@ -9,6 +9,7 @@ Arrays are numpy on the host. B is the number of requests, N the number of nodes
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -110,7 +111,7 @@ class Forest:
     seq_lens: np.ndarray
     query_lens: np.ndarray | None = None
 
-    @property
+    @cached_property
     def unique_tokens(self) -> int:
         """KV tokens of the batch, each shared one counted once."""
         return int((self.end - self.start).sum() + (self.seq_lens - self.tail_start).sum())

@@ -14,13 +14,12 @@ def build_forest(paths: PathTable, query_lens: np.ndarray | None = None) -> Fore
     query_lens int32 [B]: how many tokens of each request attend, None: one.
     Raises ValueError, naming the row, when a path holds more than what comes before those tokens.
     """
-    columns = _build(paths.parent, paths.length, paths.leaf)
-    parent, start, end, num_queries, tail_parent, tail_start, path_len = columns
-    too_long = np.flatnonzero(path_len > paths.seq_lens - (1 if query_lens is None else query_lens))
-    if too_long.size:
-        row = int(too_long[0])
+    room = paths.seq_lens - (1 if query_lens is None else query_lens)
+    columns = _build(paths.parent, paths.length, paths.leaf, room)
+    parent, start, end, num_queries, tail_parent, tail_start, row, too_long = columns
+    if row >= 0:
         raise ValueError(
-            f"paths[{row}] holds {path_len[row]} tokens but seq_lens[{row}] is "
+            f"paths[{row}] holds {too_long} tokens but seq_lens[{row}] is "
             f"{paths.seq_lens[row]}: a path must be shorter than its request, whose tokens that "
             "attend are private"
         )
@@ -30,7 +29,9 @@ def build_forest(paths: PathTable, query_lens: np.ndarray | None = None) -> Fore
 
 
 @cached_njit
-def _build(parent, length, leaf):
+def _build(parent, length, leaf, room):
+    """Columns of the forest, and the first request whose path is longer than its room with the
+    path's tokens, else -1 and 0."""
     num_nodes, batch = parent.size, leaf.size
     depth = np.zeros(num_nodes, np.int32)  # KV position where the node ends
     count = np.zeros(num_nodes, np.int32)  # requests below the node
@@ -65,15 +66,16 @@ def _build(parent, length, leaf):
 
     tail_parent = np.full(batch, -1, np.int32)
     tail_start = np.zeros(batch, np.int32)
-    path_len = np.zeros(batch, np.int32)
+    first, too_long = -1, 0
     for row in range(batch):
         node = leaf[row]
-        if node >= 0:
-            path_len[row] = depth[node]
+        path_len = depth[node] if node >= 0 else 0
+        if path_len > room[row] and first < 0:
+            first, too_long = row, path_len
         while node >= 0 and count[node] < 2:
             node = parent[node]
         if node >= 0:
             tail_parent[row] = kept[node]
             tail_start[row] = end[kept[node]]
     nodes = out_parent[:size], start[:size], end[:size], queries[:size]
-    return nodes + (tail_parent, tail_start, path_len)
+    return nodes + (tail_parent, tail_start, first, too_long)

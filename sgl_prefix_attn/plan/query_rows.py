@@ -85,10 +85,14 @@ def _order(parent, tail_parent, query_lens):
     return request, query, after, first, first + count, root
 
 
+@cached_njit
 def cut_evenly(queries: int, most: int) -> np.ndarray:
     """Edges int32 [T+1] of the fewest tiles of up to `most` queries, all about as large."""
     tiles = -(-queries // most)
-    return (np.arange(tiles + 1) * queries // tiles).astype(np.int32)
+    edges = np.empty(tiles + 1, np.int32)
+    for i in range(tiles + 1):
+        edges[i] = i * queries // tiles
+    return edges
 
 
 @cached_njit

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from sgl_prefix_attn.jit import cached_njit
 from sgl_prefix_attn.kernels.gluon import words as W
 from sgl_prefix_attn.plan.capacity import UNLIMITED, Capacity
 from sgl_prefix_attn.plan.forest import build_forest
@@ -18,13 +17,11 @@ from sgl_prefix_attn.plan.query_rows import (
     cut_evenly,
     order_leaves,
 )
-from sgl_prefix_attn.plan.row_tile_time import RowTileRates, part_costs, predict_us
+from sgl_prefix_attn.plan.row_tile_time import RowTileRates, ways_to_split
 from sgl_prefix_attn.plan.row_tile_words import RowTilePlan, serialize_row_tiles
-from sgl_prefix_attn.plan.row_tiles import B_MASKED, Cut, RowTiles, make_tiles
+from sgl_prefix_attn.plan.row_tiles import Cut, RowTiles, make_tiles
 from sgl_prefix_attn.records import Forest, HeadConfig, PathTable
 
-# Blocks that a part of a split tile has at least: a shorter one is mostly fixed cost.
-LEAST_BLOCKS = 2
 # Cuts come widest first; one that takes so many times as long as the best before ends the search.
 HOPELESS = 1.6
 
@@ -75,9 +72,10 @@ class RowTilePlanner:
         """Plan one step by the cut that is predicted to be fastest of those that fit; by the
         fastest of all, which is too large, where none does."""
         too_large: RowTilePlan | None = None
-        blocks = math.inf
+        blocks = 0
         for cut in sorted(self._promising(forest), key=lambda cut: cut.us):
-            if cut.num_blocks < blocks:  # one that reads no less would not fit either
+            # one that reads no less than one that does not fit would not fit either
+            if too_large is None or cut.num_blocks < blocks:
                 plan = self.serialize(forest, cut)
                 if self.capacity.covers(plan):
                     return plan
@@ -132,45 +130,6 @@ class RowTilePlanner:
 
     def split(self, unique_tokens: int, leaves: LeafOrder, tiles: RowTiles) -> Iterator[Cut]:
         """The tiles as they are, and split until every CTA has a ticket."""
-        costs = part_costs(tiles, self.heads, self.rates)
-        parts = np.ones(costs.size, np.int64)
-
-        def cut(parts: np.ndarray) -> Cut:
-            us = predict_us(
-                tiles, costs, parts, unique_tokens, self.heads, self.num_sms, self.rates
-            )
-            return Cut(leaves, tiles, parts, costs, us)
-
-        yield cut(parts)
-        tickets = costs.size * self.heads.num_kv_heads
-        # merging waits for the slowest part: it pays only while no CTA has a second ticket
-        room = self.num_sms // self.heads.num_kv_heads
-        if tickets >= self.num_sms or costs.sum() == 0:
-            return
-        blocks = tiles.blocks[:, : B_MASKED + 1].sum(1)
-        most_parts = np.maximum(1, blocks // LEAST_BLOCKS)
-        for share in (1.0, 0.75, 0.5):
-            wanted = parts_within(costs, max(costs.size, int(room * share)), most_parts)
-            if wanted.max() > 1 and not np.array_equal(wanted, parts):
-                parts = wanted
-                yield cut(parts)
-
-
-@cached_njit
-def parts_within(costs: np.ndarray, budget: int, most: np.ndarray) -> np.ndarray:
-    """Parts int [T] of tiles that cost so much, in all at most `budget`, or that and one for each
-    tile whose share is less, and of each at most `most` int [T]: always one more for the tile whose
-    parts are the heaviest."""
-    parts = np.ones(costs.size, np.int64)
-    if costs.size < budget:
-        share = costs / costs.sum() * budget
-        for i in range(costs.size):
-            parts[i] = min(max(int(share[i]), 1), most[i])
-    for _ in range(max(0, budget - parts.sum())):
-        weight = costs / parts
-        heaviest = weight.max()
-        tile = np.where(parts < most, weight, -1.0).argmax()
-        if parts[tile] >= most[tile] or weight[tile] < heaviest:
-            break
-        parts[tile] += 1
-    return parts
+        costs, parts, us = ways_to_split(tiles, unique_tokens, self.heads, self.num_sms, self.rates)
+        for way in range(us.size):
+            yield Cut(leaves, tiles, parts[way], costs, float(us[way]))

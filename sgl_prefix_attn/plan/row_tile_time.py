@@ -1,4 +1,8 @@
-"""How long a plan of row tiles takes, from its tiles alone: what the cut is chosen by."""
+"""How long a plan of row tiles takes, from its tiles alone: what the cut is chosen by.
+
+The loops are compiled, and all ways to split one cut are one call: in a server that plans every now
+and then each call of numpy finds cold caches and takes some ten microseconds.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,10 @@ from sgl_prefix_attn.records import HeadConfig
 
 # bytes/us of outputs, written; set by hand, since they are a percent or two of a step.
 _RESULTS = 6e6
+# Blocks that a part of a split tile has at least: a shorter one is mostly fixed cost.
+LEAST_BLOCKS = 2
+# Of the tickets that give each CTA one: how many there are after a split, one way after the other.
+_SHARES = (1.0, 0.75, 0.5)
 
 
 @dataclass(frozen=True)
@@ -57,11 +65,7 @@ class RowTileRates:
 
 def part_costs(tiles: RowTiles, heads: HeadConfig, rates: RowTileRates) -> np.ndarray:
     """float [T]: CTA microseconds of each whole tile's blocks, for one KV head."""
-    wide = np.diff(tiles.edge) * heads.group_size > W.HALF_ROWS
-    unmasked = np.where(wide, rates.wide, rates.narrow)
-    masked = np.where(wide, rates.wide_masked, rates.narrow_masked)
-    blocks = tiles.blocks[:, B_UNMASKED] * unmasked + tiles.blocks[:, B_MASKED] * masked
-    return blocks * (heads.head_dim / 128)
+    return _part_costs(_values(rates), tiles.edge, tiles.blocks, heads.group_size, heads.head_dim)
 
 
 def predict_us(
@@ -75,9 +79,41 @@ def predict_us(
 ) -> float:
     """Microseconds of one layer: costs float [T] from part_costs, parts int [T] of each tile."""
     return _predict_us(
-        tuple(vars(rates).values()), tiles.edge, tiles.blocks, costs, parts, unique_tokens,
+        _values(rates), tiles.edge, tiles.blocks, costs, parts, unique_tokens,
         heads.num_qo_heads, heads.num_kv_heads, heads.head_dim, num_sms,
     )  # fmt: skip
+
+
+def ways_to_split(
+    tiles: RowTiles, unique_tokens: int, heads: HeadConfig, num_sms: int, rates: RowTileRates
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The tiles as they are, and split until every CTA has a ticket, or some of them.
+
+    Returns costs float [T] (part_costs), parts int [ways, T], and microseconds float [ways] of each
+    way (predict_us). Merging waits for the slowest part, so splits pay only while no CTA has a
+    second ticket.
+    """
+    return _ways_to_split(
+        _values(rates), tiles.edge, tiles.blocks, unique_tokens, heads.num_qo_heads,
+        heads.num_kv_heads, heads.head_dim, num_sms,
+    )  # fmt: skip
+
+
+def _values(rates: RowTileRates) -> tuple[float, ...]:
+    """The rates as the compiled loops take them, in the order of their fields."""
+    return tuple(vars(rates).values())
+
+
+@cached_njit
+def _part_costs(rates, edge, blocks, group, head_dim):
+    wide, narrow, wide_masked, narrow_masked = rates[:4]
+    costs = np.empty(edge.size - 1)
+    for t in range(costs.size):
+        is_wide = (edge[t + 1] - edge[t]) * group > W.HALF_ROWS
+        unmasked = blocks[t, B_UNMASKED] * (wide if is_wide else narrow)
+        masked = blocks[t, B_MASKED] * (wide_masked if is_wide else narrow_masked)
+        costs[t] = (unmasked + masked) * (head_dim / 128)
+    return costs
 
 
 @cached_njit
@@ -121,3 +157,51 @@ def _predict_us(
         partial_bytes = partial_rows * num_qo_heads * (2.0 * head_dim + 8)
         us += split + per_part * most + partial_bytes / partial
     return us
+
+
+@cached_njit
+def parts_within(costs: np.ndarray, budget: int, most: np.ndarray) -> np.ndarray:
+    """Parts int [T] of tiles that cost so much, in all at most `budget`, or that and one for each
+    tile whose share is less, and of each at most `most` int [T]: always one more for the tile whose
+    parts are the heaviest."""
+    parts = np.ones(costs.size, np.int64)
+    if costs.size < budget:
+        share = costs / costs.sum() * budget
+        for i in range(costs.size):
+            parts[i] = min(max(int(share[i]), 1), most[i])
+    for _ in range(max(0, budget - parts.sum())):
+        weight = costs / parts
+        heaviest = weight.max()
+        tile = np.where(parts < most, weight, -1.0).argmax()
+        if parts[tile] >= most[tile] or weight[tile] < heaviest:
+            break
+        parts[tile] += 1
+    return parts
+
+
+@cached_njit
+def _ways_to_split(
+    rates, edge, blocks, unique_tokens, num_qo_heads, num_kv_heads, head_dim, num_sms
+):
+    costs = _part_costs(rates, edge, blocks, num_qo_heads // num_kv_heads, head_dim)
+    parts = np.ones((1 + len(_SHARES), costs.size), np.int64)
+    us = np.empty(len(parts))
+    us[0] = _predict_us(
+        rates, edge, blocks, costs, parts[0], unique_tokens, num_qo_heads, num_kv_heads, head_dim,
+        num_sms,
+    )  # fmt: skip
+    ways = 1
+    if costs.size * num_kv_heads < num_sms and costs.sum() > 0:
+        room = num_sms // num_kv_heads
+        read = blocks[:, B_UNMASKED] + blocks[:, B_MASKED]
+        most = np.maximum(1, read // LEAST_BLOCKS).astype(np.int64)
+        for share in _SHARES:
+            wanted = parts_within(costs, max(costs.size, int(room * share)), most)
+            if wanted.max() > 1 and (wanted != parts[ways - 1]).any():
+                parts[ways] = wanted
+                us[ways] = _predict_us(
+                    rates, edge, blocks, costs, wanted, unique_tokens, num_qo_heads, num_kv_heads,
+                    head_dim, num_sms,
+                )  # fmt: skip
+                ways += 1
+    return costs, parts[:ways], us[:ways]

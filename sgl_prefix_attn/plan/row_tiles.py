@@ -66,16 +66,29 @@ class Cut:
 
     def stats(self, forest: Forest) -> PlanStats:
         """What one layer reads: a tile loads each token of its runs once, however it is split."""
-        queries = np.diff(self.tiles.edge)
+        items, partials, read = _count(self.tiles.edge, self.tiles.run, self.parts)
         return PlanStats(
             num_nodes=forest.parent.size,
-            num_packs=queries.size,
-            num_items=int(self.parts.sum()),
-            num_partials=int((queries * self.parts)[self.parts > 1].sum()),
-            kv_tokens_read=int(self.tiles.run[:, R_LEN].sum()),
+            num_packs=self.parts.size,
+            num_items=items,
+            num_partials=partials,
+            kv_tokens_read=read,
             kv_tokens_query_centric=int(forest.seq_lens.sum()),
             kv_tokens_unique=forest.unique_tokens,
         )
+
+
+@cached_njit
+def _count(edge, run, parts):
+    """Parts of all tiles, partial results of requests, and KV tokens read."""
+    items, partials, read = 0, 0, 0
+    for t in range(parts.size):
+        items += parts[t]
+        if parts[t] > 1:
+            partials += (edge[t + 1] - edge[t]) * parts[t]
+    for r in range(len(run)):
+        read += run[r, R_LEN]
+    return items, partials, read
 
 
 def make_tiles(forest: Forest, leaves: LeafOrder, edge: np.ndarray, group_size: int) -> RowTiles:

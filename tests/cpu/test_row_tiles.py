@@ -14,8 +14,9 @@ from sgl_prefix_attn.kernels.gluon import words as W
 from sgl_prefix_attn.plan import row_tile_time, row_tile_words, row_tiles
 from sgl_prefix_attn.plan.capacity import UNLIMITED, Capacity
 from sgl_prefix_attn.plan.forest import build_forest
-from sgl_prefix_attn.plan.query_rows import cut_at_roots, order_leaves
-from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner, parts_within
+from sgl_prefix_attn.plan.query_rows import cut_at_roots, cut_evenly, order_leaves
+from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
+from sgl_prefix_attn.plan.row_tile_time import parts_within
 from sgl_prefix_attn.records import HeadConfig, PathTable
 from tests.support.forests import LENGTHS, path_table, path_tables, random_paths
 from tests.support.problems import make_problem
@@ -119,7 +120,8 @@ def test_warming_up_compiles_every_loop():
     made = planner(HEADS[0])
     made.warm_up()
     loops = (
-        row_tiles._tile, row_tile_words._serialize, row_tile_time._predict_us, parts_within
+        cut_evenly, row_tiles._tile, row_tiles._count, row_tile_words._serialize,
+        row_tile_time._ways_to_split,
     )  # fmt: skip
     compiled = {loop: len(loop.signatures) for loop in loops}
     assert all(compiled.values())
