@@ -1,10 +1,13 @@
-"""Measured cuts of random batches, one JSON object a line."""
+"""Measured cuts of random batches, one JSON object a line; compressed in files named .xz."""
 
 from __future__ import annotations
 
+import lzma
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import BinaryIO, Literal
 
 import numpy as np
 import orjson
@@ -46,27 +49,36 @@ class Sample:
         )  # fmt: skip
 
     def predicted_us(self, rates: RowTileRates) -> float:
-        heads = HeadConfig(*parse_heads(self.heads), self.head_dim)
+        heads, tiles, parts = self._cut
+        costs = part_costs(tiles, heads, rates)
+        return predict_us(tiles, costs, parts, self.unique_tokens, heads, self.num_sms, rates)
+
+    @cached_property
+    def _cut(self) -> tuple[HeadConfig, RowTiles, np.ndarray]:
+        """Heads, tiles (without runs of KV) and parts: made once, as a fit asks some hundred times
+        for each sample's time."""
         blocks = np.zeros((len(self.queries), 5), np.int32)
         blocks[:, B_UNMASKED], blocks[:, B_MASKED] = self.unmasked, self.masked
         edge = np.cumsum([0, *self.queries]).astype(np.int32)
         tiles = RowTiles(edge, np.zeros_like(edge), np.zeros((0, 5), np.int32), blocks)
-        costs = part_costs(tiles, heads, rates)
-        parts = np.array(self.parts)
-        return predict_us(tiles, costs, parts, self.unique_tokens, heads, self.num_sms, rates)
+        return HeadConfig(*parse_heads(self.heads), self.head_dim), tiles, np.array(self.parts)
 
 
 def write(path: Path, samples: Iterable[Sample]) -> None:
     """Add samples to a file."""
-    with path.open("ab") as file:
-        for sample in samples:
-            file.write(orjson.dumps(asdict(sample)) + b"\n")
+    with _open(path, "ab") as file:
+        file.writelines(orjson.dumps(asdict(sample)) + b"\n" for sample in samples)
 
 
 def read(path: Path) -> list[Sample]:
     """Read a file. Raises ValueError that names it and the line that is no sample."""
     found = []
-    for i, line in enumerate(path.read_bytes().splitlines(), 1):
+    try:
+        with _open(path, "rb") as file:
+            lines = file.readlines()
+    except (lzma.LZMAError, EOFError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    for i, line in enumerate(lines, 1):
         try:
             found.append(Sample(**orjson.loads(line)))
         except (orjson.JSONDecodeError, TypeError) as error:
@@ -74,3 +86,7 @@ def read(path: Path) -> list[Sample]:
     if not found:
         raise ValueError(f"{path}: no sample in it")
     return found
+
+
+def _open(path: Path, mode: Literal["rb", "ab"]) -> BinaryIO | lzma.LZMAFile:
+    return lzma.open(path, mode) if path.suffix == ".xz" else path.open(mode)

@@ -152,8 +152,9 @@ def test_samples_of_every_head_configuration(monkeypatch, tmp_path, capsys):
     assert capsys.readouterr().out.count("of 2 batches") == 2
 
 
-def test_the_fit_is_a_result_file(found, tmp_path, capsys):
-    file, out = tmp_path / "samples.jsonl", tmp_path / "fit.json"
+@pytest.mark.parametrize("name", ["samples.jsonl", "samples.jsonl.xz"])
+def test_the_fit_is_a_result_file(name, found, tmp_path, capsys):
+    file, out = tmp_path / name, tmp_path / "fit.json"
     samples.write(file, found[::2])
     samples.write(file, found[1::2])
     assert sorted(samples.read(file), key=str) == sorted(found, key=str)
@@ -166,10 +167,16 @@ def test_the_fit_is_a_result_file(found, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("", "no sample in it"), ("{", "line 1"), ('{"gpu": "x"}', "line 1"), (None, "No such file")],
+    [
+        ("", "no sample in it"),
+        ("{", "line 1"),
+        ('{"gpu": "x"}', "line 1"),
+        (None, "No such file"),
+        ("not compressed", "samples.xz: "),
+    ],
 )
 def test_a_file_that_is_none_is_named(text, says, tmp_path, capsys):
-    file = tmp_path / "samples.jsonl"
+    file = tmp_path / ("samples.xz" if says.startswith("samples") else "samples.jsonl")
     if text is not None:
         file.write_text(text)
     with pytest.raises(SystemExit):
