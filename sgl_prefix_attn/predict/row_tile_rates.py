@@ -10,10 +10,10 @@ from sgl_prefix_attn.predict.record import Calibration
 # GH200) differ in memory; what has fewer (H20, H100 PCIe) has other clocks, too.
 _FITTED = {
     "NVIDIA H100 80GB HBM3": RowTileRates(),
-    "NVIDIA H200": RowTileRates(  # eval/results/row_tile_fit_h200.json, 32/8 heads alone
-        wide=0.9275, narrow=0.7366, wide_masked=0.7337, narrow_masked=0.7955, item=1.83,
-        hbm=6.897e6, l2=16.54e6, fixed=3.872, split=1.704, part=0.1219, partial=963.7e3,
-        overlap=1.778,
+    "NVIDIA H200": RowTileRates(  # eval/results/row_tile_fit_h200.json, eight head configurations
+        wide=0.8266, narrow=0.6852, wide_masked=0.6768, narrow_masked=0.724, item=1.749,
+        hbm=10.99e6, l2=187.4e6, fixed=3.775, split=1.746, part=0.07453, partial=1.326e6,
+        overlap=1.035,
     ),
 }  # fmt: skip
 _FITTED_SMS = 132
