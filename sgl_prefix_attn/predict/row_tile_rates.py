@@ -19,7 +19,7 @@ _FITTED = {
 _FITTED_SMS = 132
 
 # From the surest to the least sure, as step/policy.GAINS has them.
-_SOURCES = ("measured", "shipped", "scaled", "conservative")
+_SOURCES = ("fitted", "measured", "shipped", "scaled", "conservative")
 
 
 def row_tile_rates(calibration: Calibration) -> RowTileRates:
@@ -36,8 +36,11 @@ def rates_of_gpu(gpu: str, bandwidth: float) -> RowTileRates:
 
 
 def row_tile_source(calibration: Calibration) -> str:
-    """Say how sure both predicted times are, as Calibration.source does: of the two the less."""
+    """Say how sure both predicted times are: "fitted" where stock kernels were measured with these
+    heads and row tiles fitted on this GPU, otherwise the less sure of the two."""
     rates = "conservative"
     if calibration.num_sms == _FITTED_SMS:
-        rates = "measured" if calibration.key.gpu in _FITTED else "scaled"
+        rates = "fitted" if calibration.key.gpu in _FITTED else "scaled"
+    if rates == "fitted" and calibration.source in ("measured", "shipped"):
+        return rates
     return max(calibration.source, rates, key=_SOURCES.index)

@@ -20,8 +20,8 @@ FITTED, OTHER = KEY.gpu, "NVIDIA GH200 480GB"
 @pytest.mark.parametrize(
     ("gpu", "num_sms", "source", "sure"),
     [
-        (FITTED, 132, "measured", "measured"),
-        (FITTED, 132, "shipped", "shipped"),
+        (FITTED, 132, "measured", "fitted"),
+        (FITTED, 132, "shipped", "fitted"),
         (FITTED, 132, "scaled", "scaled"),
         (OTHER, 132, "measured", "scaled"),
         (OTHER, 132, "conservative", "conservative"),
