@@ -15,6 +15,8 @@ from sgl_prefix_attn.plan.costs import CostModel
 from sgl_prefix_attn.plan.work import run_queue
 
 CTAS = 2  # per multiprocessor
+# Query heads a KV head from which SGLang lets it use tensor cores, in kernels of their own.
+TENSOR_CORE_GROUP = 4
 SHORTEST_PIECE = 128  # KV tokens
 # KV tokens that a CTA loads at once, for heads of 128; a tile that is not full takes as long.
 KV_TILE = 128
@@ -25,7 +27,7 @@ PIECE_TOKENS = 100
 STOCK_COEFFICIENTS = (
     ("launch", 7.0, 0.0, 50.0),  # us
     ("split", 0.1, -5.0, 20.0),  # us, when requests are split and merged
-    ("piece", 0.1, 0.0, 2.0),  # us per piece
+    ("cta", 0.0125, 0.0, 0.25),  # us per CTA, a piece of one KV head
     ("bandwidth", 1.0, 0.3, 4.0),  # of unique KV, times the cost model's
     ("reread", 0.1, 0.0, 4.0),  # the same of KV read again, mostly from the L2 cache
     ("chain", 1.0, 0.05, 20.0),  # token of the longest chain, times the cost model's
@@ -62,13 +64,13 @@ def stock_work(seq_lens: np.ndarray, unique: int, num_sms: int, num_kv_heads: in
 
 def stock_physical(c, work: StockWork, costs: CostModel) -> float:
     """Predict microseconds per layer with coefficients c, as STOCK_COEFFICIENTS names them."""
-    launch, split, piece, bandwidth, reread, chain, norm = c
+    launch, split, cta, bandwidth, reread, chain, norm = c
     memory = costs.kv_token * (bandwidth * work.unique + reread * (work.tokens - work.unique))
     busiest = chain * work.chain * costs.chain
     return (
         launch
         + split * (work.pieces > work.batch_size)
-        + piece * work.pieces
+        + cta * work.pieces * costs.num_kv_heads
         + (memory**norm + busiest**norm) ** (1 / norm)
     )
 

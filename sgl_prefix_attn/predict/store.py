@@ -12,15 +12,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
+from typing import Literal
 
 from sgl_prefix_attn.plan.costs import usual_rates
 from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS, starts
 from sgl_prefix_attn.predict.codec import CalibrationError, decode
 from sgl_prefix_attn.predict.record import Calibration, CalibrationKey
-from sgl_prefix_attn.predict.stock_time import STOCK_COEFFICIENTS
+from sgl_prefix_attn.predict.stock_time import STOCK_COEFFICIENTS, TENSOR_CORE_GROUP
+from sgl_prefix_attn.records import HeadConfig
 
 SHIPPED = Path(__file__).with_name("shipped")
 HOW_TO_CALIBRATE = "`sgl-prefix-attn calibrate --model ...` measures this GPU"
+# How many times as many KV heads have been shown to be no other case.
+_ALIKE_KV_HEADS = 2
 # Packages whose kernels are measured, or that compile ours. Not our own: that is the key's kernels.
 _PACKAGES = ("torch", "triton", "flashinfer-python", "sglang")
 
@@ -110,9 +114,9 @@ def find(
     """Find the best calibration that there is for `key`, by source:
 
     measured      a cache file of the key; of several that with the fewest other versions
-    shipped       of this GPU, heads, dtype and kernels; the page size may differ
-    scaled        shipped for other heads of this GPU: its rates and coefficients, which are
-                  multipliers of the cost model or microseconds
+    shipped       of this GPU, dtype and kernels, for heads like these; the page size may differ
+    scaled        shipped for heads unlike these, or another dtype: its rates and coefficients,
+                  which are multipliers of the cost model or microseconds
     conservative  rates by the GPU's name, coefficients of a shipped H100 or the tables' own
 
     Versions that differ from package_versions (default: those installed) are a warning. Files that
@@ -150,10 +154,25 @@ def _from_shipped(
     if replace(there, page_size=key.page_size) == key:
         pages = f", for pages of {there.page_size}" if there.page_size != key.page_size else ""
         return replace(found, key=key, source="shipped"), f"shipped: {what}{pages}"
-    scaled = replace(found, key=key, samples=0, errors={}, source="scaled")
     heads = there.heads
+    same = replace(there, heads=key.heads, page_size=key.page_size) == key
+    source: Literal["shipped", "scaled"] = (
+        "shipped" if same and _alike(heads, key.heads) else "scaled"
+    )
     other = f"{heads.num_qo_heads}/{heads.num_kv_heads} heads of {heads.head_dim}"
-    return scaled, f"scaled: {what}, for {other}"
+    carried = replace(found, key=key, samples=0, errors={}, source=source)
+    return carried, f"{source}: {what}, for {other}"
+
+
+def _alike(one: HeadConfig, other: HeadConfig) -> bool:
+    """Whether times of one carry over to the other as they are (eval.other_heads): stock kernels of
+    both are the same, and KV heads not many more or fewer."""
+    kv_heads = sorted((one.num_kv_heads, other.num_kv_heads))
+    return (
+        one.head_dim == other.head_dim
+        and min(one.group_size, other.group_size) >= TENSOR_CORE_GROUP
+        and kv_heads[1] <= _ALIKE_KV_HEADS * kv_heads[0]
+    )
 
 
 def _conservative(key: CalibrationKey, num_sms: int, like: Calibration | None) -> Calibration:

@@ -263,6 +263,27 @@ def test_then_the_rates_of_the_same_gpu_for_other_heads(folders):
     assert got.origin == ORIGIN
 
 
+@pytest.mark.parametrize(
+    ("heads", "source"),
+    [
+        (HeadConfig(16, 4, 128), "shipped"),
+        (HeadConfig(28, 4, 128), "shipped"),
+        (HeadConfig(64, 16, 128), "shipped"),
+        (HeadConfig(16, 2, 128), "scaled"),  # too few KV heads for what was shown
+        (HeadConfig(32, 8, 64), "scaled"),
+        (HeadConfig(16, 8, 128), "scaled"),  # FlashInfer without tensor cores
+    ],
+)
+def test_a_calibration_carries_over_to_heads_alike(heads, source, folders):
+    put_in_shipped(folders, "a.json", key=OTHER_HEADS)
+    found = find(replace(OTHER_HEADS, heads=heads), NUM_SMS, VERSIONS, folders)
+    got = found.calibration
+    assert (got.source, got.key.heads, got.samples) == (source, heads, 0)
+    assert f"{source}: a.json ({ORIGIN}), for 32/8 heads of 128" in found.message
+    another = replace(OTHER_HEADS, heads=heads, dtype="float16")
+    assert find(another, NUM_SMS, VERSIONS, folders).calibration.source == "scaled"
+
+
 def test_then_conservative_with_the_coefficients_of_an_h100(folders):
     key = replace(KEY, gpu="NVIDIA H200")
     put_in_shipped(folders, "a.json")

@@ -19,7 +19,7 @@ VERSIONS = {"torch": "2.11.0", "triton": "3.6.0"}
 TASK = procedure.Task(KEY, NUM_SMS, VERSIONS, seed=0, count=60, pool_tokens=1 << 17)
 ORIGIN = Origin(seed=3, batches=100, pool_tokens=1 << 17, date=date(2026, 11, 20))
 # Neither model's starting point.
-STOCK = (5.0, 0.3, 0.05, 1.3, 0.2, 0.8, 2.5)
+STOCK = (5.0, 0.3, 0.025, 1.3, 0.2, 0.8, 2.5)
 PREFIX = (6.0, 2.0, 0.02, 1.6, 0.05, 1.2, 0.3, 0.5, 1.4, 0.25, 1.8)
 
 
