@@ -180,6 +180,7 @@ def test_a_file_that_is_no_result_is_named(tmp_path, content, capsys):
                 "kernel_h200_pat20",
                 "kernel_h200_long",
                 "policy_h200",
+                "policy_h200_packs",
                 "policy_h100",
                 "trace_h200_fa3",
                 "trace_h100",
