@@ -30,6 +30,7 @@ from sgl_prefix_attn.execute.params import Capacity, LayerParams
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.plan.row_tiles import Cut
+from sgl_prefix_attn.predict.startup import default_rates
 from sgl_prefix_attn.records import HeadConfig
 
 
@@ -52,7 +53,10 @@ def main(argv: list[str]) -> int:
     wrong = 0
     for text in args.heads.split(","):
         heads = HeadConfig(*parse_heads(text), args.head_dim)
-        planner = RowTilePlanner(heads, num_sms=num_sms, headroom=args.headroom)
+        planner = RowTilePlanner(
+            heads, num_sms=num_sms, rates=default_rates(device, heads, DTYPES[args.dtype], 1),
+            headroom=args.headroom,
+        )  # fmt: skip
         mine = []
         for tree in parse_trees(args.trees):
             floor = floor_us(tree, heads, 2, rates)

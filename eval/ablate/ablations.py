@@ -22,7 +22,7 @@ from sgl_prefix_attn.plan.query_rows import cut_at_roots, cut_evenly, order_leav
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.plan.row_tiles import B_MASKED, Cut, make_tiles
 from sgl_prefix_attn.plan.tile_defaults import default_tile_set
-from sgl_prefix_attn.predict.startup import default_costs
+from sgl_prefix_attn.predict.startup import default_costs, default_rates
 from sgl_prefix_attn.records import Forest, PlanStats
 
 
@@ -36,7 +36,8 @@ class Step:
 
     @classmethod
     def of(cls, case: Case, num_sms: int) -> Step:
-        planner = RowTilePlanner(case.heads, num_sms=num_sms, headroom=0)
+        rates = default_rates(case.device, case.heads, case.dtype, case.page_size)
+        planner = RowTilePlanner(case.heads, num_sms=num_sms, rates=rates, headroom=0)
         return cls(case, build_forest(case.tree.paths()), planner)
 
     def best(self) -> Cut:
