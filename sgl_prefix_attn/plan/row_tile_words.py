@@ -72,11 +72,10 @@ def serialize_row_tiles(forest: Forest, cut: Cut, group_size: int, headroom: int
     Unmasked and masked blocks of a part take turns, each spread evenly over it: products and the
     loads of private KV then overlap within an item.
     """
-    tiles, parts = cut.tiles, cut.parts
-    order = np.argsort(-cut.costs / parts, kind="stable").astype(np.int32)
+    tiles = cut.tiles
     words, num_blocks, num_partial_tiles, num_counters, longest = _serialize(
         cut.leaves.request, cut.leaves.query, tiles.edge, tiles.offset, tiles.run, tiles.blocks,
-        parts, order, forest.seq_lens, W.item_words(group_size), group_size, headroom,
+        cut.parts, cut.costs, forest.seq_lens, W.item_words(group_size), group_size, headroom,
     )  # fmt: skip
     return RowTilePlan(
         words=words,
@@ -95,8 +94,7 @@ def serialize_row_tiles(forest: Forest, cut: Cut, group_size: int, headroom: int
 # Not cached on disk: numba's cache does not see a change of the layout's constants.
 @njit
 def _serialize(
-    request, query, edge, offset, run, blocks, parts, tile_order, seq_lens, item_words, group,
-    headroom,
+    request, query, edge, offset, run, blocks, parts, costs, seq_lens, item_words, group, headroom,
 ):  # fmt: skip
     num_tiles, batch = edge.size - 1, seq_lens.size
     num_items, flag_words, order_words, num_segments = 0, 0, 0, 0
@@ -121,7 +119,7 @@ def _serialize(
 
     item, rest, segment = 0, num_items * W.PRE, segments
     num_partials, num_counters, longest = 0, 0, 0
-    for t in tile_order:
+    for t in np.argsort(-costs / parts, kind="mergesort"):  # heaviest items first
         queries = edge[t + 1] - edge[t]
         unmasked, masked = blocks[t, B_UNMASKED], blocks[t, B_MASKED]
         growth = -(-queries * headroom // W.BLOCK)

@@ -50,14 +50,12 @@ class StockWork:
 
 def stock_work(seq_lens: np.ndarray, unique: int, num_sms: int, num_kv_heads: int) -> StockWork:
     """Count the work of a step with lengths seq_lens int [B] of which `unique` tokens differ."""
-    lens = seq_lens.astype(np.int64)
-    pieces = _pieces(lens, max(1, CTAS * num_sms // num_kv_heads))
-    cost = -(-pieces // KV_TILE) * KV_TILE + PIECE_TOKENS
+    tokens, cost = _piece_costs(seq_lens, max(1, CTAS * num_sms // num_kv_heads))
     return StockWork(
-        batch_size=lens.size,
-        tokens=int(lens.sum()),
+        batch_size=seq_lens.size,
+        tokens=tokens,
         unique=unique,
-        pieces=pieces.size,
+        pieces=cost.size,
         chain=run_queue(cost, num_kv_heads, np.zeros(CTAS * num_sms)),
     )
 
@@ -76,8 +74,9 @@ def stock_physical(c, work: StockWork, costs: CostModel) -> float:
 
 
 @cached_njit
-def _pieces(lens, slots):
-    """Return float [n]: KV tokens of each piece, request after request, as FlashInfer does."""
+def _piece_costs(lens, slots):
+    """KV tokens of all requests, and what each piece costs a CTA, float [n], in KV tokens: request
+    after request, split as FlashInfer does."""
     high = max(lens.max(), SHORTEST_PIECE)
     low = SHORTEST_PIECE if lens.size <= slots else high  # as many requests as slots: no split
     while low < high:
@@ -89,4 +88,15 @@ def _pieces(lens, slots):
             low = middle + 1
         else:
             high = middle
-    return np.array([float(min(low, n - start)) for n in lens for start in range(0, n, low)])
+    tokens, count = 0, 0
+    for n in lens:
+        tokens += n
+        count += (n + low - 1) // low
+    cost = np.empty(count)
+    i = 0
+    for n in lens:
+        for start in range(0, n, low):
+            tiles = (min(low, n - start) + KV_TILE - 1) // KV_TILE
+            cost[i] = tiles * KV_TILE + PIECE_TOKENS
+            i += 1
+    return tokens, cost
