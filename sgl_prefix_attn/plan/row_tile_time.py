@@ -20,7 +20,7 @@ from sgl_prefix_attn.records import HeadConfig
 _RESULTS = 6e6
 # Blocks that a part of a split tile has at least: a shorter one is mostly fixed cost.
 LEAST_BLOCKS = 2
-# Of the tickets that give each CTA one: how many there are after a split, one way after the other.
+# Ways to split tiles: into parts for this share of the CTAs.
 _SHARES = (1.0, 0.75, 0.5)
 
 

@@ -36,8 +36,8 @@ def rates_of_gpu(gpu: str, bandwidth: float) -> RowTileRates:
 
 
 def row_tile_source(calibration: Calibration) -> str:
-    """Say how sure both predicted times are: "fitted" where stock kernels were measured with these
-    heads and row tiles fitted on this GPU, otherwise the less sure of the two."""
+    """Say how sure both predicted times are: "fitted" where stock kernels were measured on this GPU
+    with heads like these and row tiles fitted there, otherwise the less sure of the two."""
     rates = "conservative"
     if calibration.num_sms == _FITTED_SMS:
         rates = "fitted" if calibration.key.gpu in _FITTED else "scaled"
