@@ -14,11 +14,11 @@ from sgl_prefix_attn.records import PREFIX, STOCK, Decision, Prediction
 # 2 us per layer, and no unshared one by more than 1 % and 1 us; larger gains spare some and lose
 # more (docs/calibration.md). Where nothing is shared a gain is believed later: such batches are
 # many, and stock kernels are made for them. Row tiles lose little even where they are chosen
-# wrongly, so no more has to be promised of them than that they are as fast, where both times are
-# fitted on this GPU. A calibration that was not measured on such layers, or not on such a GPU, has
-# to promise more.
+# wrongly, so no more has to be promised of them than that they are as fast, where batches held out
+# have judged both times on this GPU. A calibration that was not measured on such layers, or not on
+# such a GPU, has to promise more.
 GAINS = {
-    "fitted": (1.0, 1.01),
+    "judged": (1.0, 1.01),
     "measured": (1.025, 1.035),
     "shipped": (1.025, 1.035),
     "scaled": (1.10, 1.15),

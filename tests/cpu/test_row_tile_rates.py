@@ -14,14 +14,18 @@ from sgl_prefix_attn.records import PathTable
 from sgl_prefix_attn.step.policy import GAINS
 from tests.support.calibrations import HEADS, KEY, NUM_SMS, calibration
 
-FITTED, OTHER = KEY.gpu, "NVIDIA GH200 480GB"
+FITTED, JUDGED, OTHER = KEY.gpu, "NVIDIA H200", "NVIDIA GH200 480GB"
 
 
 @pytest.mark.parametrize(
     ("gpu", "num_sms", "source", "sure"),
     [
-        (FITTED, 132, "measured", "fitted"),
-        (FITTED, 132, "shipped", "fitted"),
+        (FITTED, 132, "measured", "measured"),
+        (FITTED, 132, "shipped", "shipped"),
+        (JUDGED, 132, "measured", "judged"),
+        (JUDGED, 132, "shipped", "judged"),
+        (JUDGED, 132, "scaled", "scaled"),
+        (JUDGED, 120, "measured", "conservative"),
         (FITTED, 132, "scaled", "scaled"),
         (OTHER, 132, "measured", "scaled"),
         (OTHER, 132, "conservative", "conservative"),
