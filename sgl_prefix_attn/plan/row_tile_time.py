@@ -185,11 +185,6 @@ def _ways_to_split(
 ):
     costs = _part_costs(rates, edge, blocks, num_qo_heads // num_kv_heads, head_dim)
     parts = np.ones((1 + len(_SHARES), costs.size), np.int64)
-    us = np.empty(len(parts))
-    us[0] = _predict_us(
-        rates, edge, blocks, costs, parts[0], unique_tokens, num_qo_heads, num_kv_heads, head_dim,
-        num_sms,
-    )  # fmt: skip
     ways = 1
     if costs.size * num_kv_heads < num_sms and costs.sum() > 0:
         room = num_sms // num_kv_heads
@@ -199,9 +194,11 @@ def _ways_to_split(
             wanted = parts_within(costs, max(costs.size, int(room * share)), most)
             if wanted.max() > 1 and (wanted != parts[ways - 1]).any():
                 parts[ways] = wanted
-                us[ways] = _predict_us(
-                    rates, edge, blocks, costs, wanted, unique_tokens, num_qo_heads, num_kv_heads,
-                    head_dim, num_sms,
-                )  # fmt: skip
                 ways += 1
-    return costs, parts[:ways], us[:ways]
+    us = np.empty(ways)
+    for way in range(ways):
+        us[way] = _predict_us(
+            rates, edge, blocks, costs, parts[way], unique_tokens, num_qo_heads, num_kv_heads,
+            head_dim, num_sms,
+        )  # fmt: skip
+    return costs, parts[:ways], us
