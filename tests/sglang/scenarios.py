@@ -141,11 +141,12 @@ async def unshared(engine):
 
 
 async def extra_key(engine):
-    """Equal prompts that must not share: each key is a tree of its own."""
+    """Equal prompts under two keys, decoding together: each key is a tree of its own."""
     ids = tokens(60, 70)
-    keys = ["a", "a", "b", None]
-    return await asyncio.gather(
-        *(generate(engine, ids + tokens(61 + i, 3), 10, extra_key=k) for i, k in enumerate(keys))
+    for key in "ab":
+        await generate(engine, ids, 2, extra_key=key)
+    return await together(
+        generate(engine, ids + tokens(61 + i, 3), 24, extra_key=key) for i, key in enumerate("aabb")
     )
 
 
