@@ -14,7 +14,7 @@ HELPS, EVEN = (
 )  # of FlashInfer's TPOT: below the one it helps, from the other on nothing changes
 BARELY = 1.1  # reuse below which what is gained comes from elsewhere
 SHARED = 1.3  # reuse from which it is not for lack of sharing that nothing is gained
-STRETCHED = 1.1  # of the time in which requests come: a run that takes longer was saturated
+BEHIND = 0.1  # of all requests: a server in which more are left to begin is saturated
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,14 @@ class Findings:
         return self.tpot(self.prefix, 0.5) / stock if stock > 0 else 1.0
 
     @property
+    def left_waiting(self) -> int:
+        """Requests that wait in FlashInfer's server when the last one has come."""
+        return next((look.waiting for look in self.stock.looks if look.at >= self.span), 0)
+
+    @property
     def is_saturated(self) -> bool:
         """Whether requests come faster than FlashInfer's server gets done with them."""
-        return self.stock.seconds > STRETCHED * self.span and self.stock.waited > 0
+        return self.left_waiting > BEHIND * self.stock.ttft.size
 
     @property
     def verdict(self) -> str:

@@ -113,8 +113,9 @@ def _queue(findings: Findings) -> list[str]:
         lines.append(f"{stock.too_long:,} requests need more KV than there is room for: left out")
     if findings.is_saturated:
         lines.append(
-            f"Saturated: up to {stock.waited:,} requests wait, and FlashInfer's server is done "
-            f"{stock.seconds - findings.span:,.0f} s after the last request has come "
+            f"Saturated: up to {stock.waited:,} requests wait, {findings.left_waiting:,} when the "
+            f"last one has come, and FlashInfer's server is done "
+            f"{stock.seconds - findings.span:,.0f} s later "
             f"({findings.prefix.seconds - findings.span:,.0f} s with the plugin)."
         )
     return lines

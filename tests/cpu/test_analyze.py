@@ -342,9 +342,13 @@ def test_a_server_that_falls_behind_is_said_to(run):
     done = run(trace, PLAIN._replace(most_running=2))
     text = printed(Findings(done, done, float(trace.arrival[-1])))
     assert f"Saturated: up to {done.waited} requests wait" in text and done.waited > 20
-    slow = trace_of(*[(10.0 * i, [i], 50) for i in range(5)])
-    done = run(slow)
-    assert "Saturated" not in printed(Findings(done, done, float(slow.arrival[-1])))
+
+
+def test_a_wait_in_between_and_a_long_last_answer_do_not_saturate(run):
+    trace = trace_of((0, [1], 50), (0, [2], 50), (10, [3], 50), (11, [4], 5000))
+    done = run(trace, PLAIN._replace(most_running=1))
+    assert done.waited == 1 and done.seconds > 2 * trace.arrival[-1]
+    assert "Saturated" not in printed(Findings(done, done, float(trace.arrival[-1])))
 
 
 def printed(findings):
