@@ -141,12 +141,14 @@ async def unshared(engine):
 
 
 async def extra_key(engine):
-    """Equal prompts under two keys, decoding together: each key is a tree of its own."""
-    ids = tokens(60, 70)
-    for key in "ab":
+    """Equal prompts under two keys and under none, two of each decoding together: each key is a
+    tree of its own."""
+    ids, keys = tokens(60, 70), ("a", "b", None)
+    for key in keys:
         await generate(engine, ids, 2, extra_key=key)
     return await together(
-        generate(engine, ids + tokens(61 + i, 3), 24, extra_key=key) for i, key in enumerate("aabb")
+        generate(engine, ids + tokens(61 + i, 3), 24, extra_key=key)
+        for i, key in enumerate(keys + keys)
     )
 
 
