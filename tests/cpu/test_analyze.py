@@ -342,6 +342,9 @@ def test_a_server_that_falls_behind_is_said_to(run):
     done = run(trace, PLAIN._replace(most_running=2))
     text = printed(Findings(done, done, float(trace.arrival[-1])))
     assert f"Saturated: up to {done.waited} requests wait" in text and done.waited > 20
+    slow = trace_of(*[(10.0 * i, [i], 50) for i in range(5)])
+    done = run(slow)
+    assert "Saturated" not in printed(Findings(done, done, float(slow.arrival[-1])))
 
 
 def test_a_wait_in_between_and_a_long_last_answer_do_not_saturate(run):
