@@ -114,7 +114,7 @@ def _queue(findings: Findings) -> list[str]:
     if findings.is_saturated:
         lines.append(
             f"Saturated: up to {stock.waited:,} requests wait, {findings.left_waiting:,} when the "
-            f"last one has come, and FlashInfer's server is done "
+            "last one has come, and FlashInfer's server is done "
             f"{stock.seconds - findings.span:,.0f} s later "
             f"({findings.prefix.seconds - findings.span:,.0f} s with the plugin)."
         )
