@@ -66,7 +66,7 @@ def _run_group(group, folder: Path, args, workloads, new_tokens, rows: list[dict
             home = folder / folder_name(backend)
             times[backend] = home / "host.json"
             plugin = engine_plugin.__name__ if uses_prefix(backend) else None
-            name = backend.removesuffix(engine_plugin.DEPENDENT)
+            name = backend.removesuffix(engine_plugin.IN_ORDER)
             env = {host_times.ENV: str(times[backend])}
             env |= {engine_plugin.ENV: "1"} if name != backend else {}
             engines[backend] = start(stack, name, home, arguments, plugin=plugin, env=env)
@@ -135,7 +135,7 @@ def _parse(argv: list[str]):
         "--backends",
         default="prefix,flashinfer",
         help="such as prefix,flashinfer,fa3,fa3/prefix; prefix:KERNELS forces its kernels, "
-        "prefix:row_tiles:dependent launches them while the kernel before ends",
+        "prefix:row_tiles:in_order launches them behind the kernel before",
     )
     parser.add_argument("--baseline", default="flashinfer")
     parser.add_argument("--workloads", default=",".join(NAMED), help="or 64x8192+256")

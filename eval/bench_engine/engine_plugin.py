@@ -1,7 +1,7 @@
 """SGLang plugin of the benchmark: host times, and the launches that an engine's name asks for.
 
-Loaded into the engine only by eval.engine_process. `:dependent` behind a name starts the kernel of
-row tiles while the one before it ends; in a server it starts behind it.
+Loaded into the engine only by eval.engine_process. `:in_order` behind a name starts the kernel of
+row tiles behind the one before it; in a server it starts while that one ends.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 
 from eval.bench_engine import host_times
 
-DEPENDENT, ENV = ":dependent", "EVAL_DEPENDENT_LAUNCHES"
+IN_ORDER, ENV = ":in_order", "EVAL_LAUNCHES_IN_ORDER"
 
 
 def register() -> None:
@@ -21,8 +21,8 @@ def register() -> None:
 
     start = GluonBackend.__init__
 
-    def dependent(self, *args, **kwargs):
+    def in_order(self, *args, **kwargs):
         start(self, *args, **kwargs)
-        self.pdl = True
+        self.pdl = False
 
-    GluonBackend.__init__ = dependent
+    GluonBackend.__init__ = in_order

@@ -102,7 +102,7 @@ def _row_tiles(
     from sgl_prefix_attn.execute.backends.gluon_backend import GluonBackend
 
     device = torch.device(runner.device)
-    backend = GluonBackend(heads, runner.dtype, device)
+    backend = GluonBackend(heads, runner.dtype, device, pdl=True)
     capacity = backend.server_capacity(
         runner.req_to_token_pool.size, runner.max_total_num_tokens, settings.headroom
     )

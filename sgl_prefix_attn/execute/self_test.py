@@ -98,7 +98,7 @@ def main(argv: list[str]) -> int:
     except RuntimeError as error:
         print(f"{type(error).__name__}: {str(error).splitlines()[0]}")
         return NOT_TRIED
-    backend = GluonBackend(heads, dtype, device)
+    backend = GluonBackend(heads, dtype, device, pdl=True)  # as servers launch them
     planner = RowTilePlanner(heads, num_sms=backend.num_sms, headroom=2)
     forest = build_forest(self_test_paths())
     plans = (planner.serialize(forest, cut) for cut in planner.cuts(forest))

@@ -271,27 +271,27 @@ def test_an_engine_whose_launches_overlap(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_engine, "start", start)
     monkeypatch.setattr(bench_engine, "alternate", lambda *args: None)
     args = bench_engine._parse(["--device", "cpu", "--model-shape", "tiny"])[0]
-    group = ["fa3", "prefix:row_tiles", "prefix:row_tiles:dependent"]
+    group = ["fa3", "prefix:row_tiles", "prefix:row_tiles:in_order"]
     with pytest.raises(TypeError):  # no samples
         bench_engine._run_group(group, tmp_path, args, [NAMED["one"]], (2, 6), [])
     ours = ("prefix:row_tiles", "eval.bench_engine.engine_plugin")
     assert started == {
         "fa3": ("fa3", None, None),
         "prefix-row_tiles": (*ours, None),
-        "prefix-row_tiles-dependent": (*ours, "1"),
+        "prefix-row_tiles-in_order": (*ours, "1"),
     }
 
 
-@pytest.mark.parametrize("dependent", [False, True])
-def test_the_plugin_of_the_benchmark_chooses_launches(dependent, monkeypatch):
+@pytest.mark.parametrize("in_order", [False, True])
+def test_the_plugin_of_the_benchmark_chooses_launches(in_order, monkeypatch):
     backend = gluon_backend.GluonBackend
     monkeypatch.setattr(backend, "__init__", backend.__init__)  # undone at the end
     monkeypatch.delenv(host_times.ENV, raising=False)
-    if dependent:
+    if in_order:
         monkeypatch.setenv(engine_plugin.ENV, "1")
     engine_plugin.register()
-    made = backend(HeadConfig(8, 2, 64), torch.float16, torch.device("cpu"))
-    assert made.pdl == dependent
+    made = backend(HeadConfig(8, 2, 64), torch.float16, torch.device("cpu"), pdl=True)
+    assert made.pdl != in_order
 
 
 def test_engine_rows_have_the_slope_of_medians_and_each_alternation():
