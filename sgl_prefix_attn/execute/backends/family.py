@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 # As SGL_PREFIX_ATTN_KERNELS names the families; TRITON's words are run by torch on a CPU.
 AUTO, ROW_TILES, TRITON = "auto", "row_tiles", "triton"
-# Up to this head dim row tiles are known to be faster; wider heads run them where they are wanted.
+# Up to this head dim row tiles' times are predicted; wider heads run them where they are wanted.
 _MOST_HEAD_DIM = 128
 
 
