@@ -20,9 +20,9 @@ def markdown(summary: dict, meta: dict) -> list[str]:
         f"{_FAMILIES[setup.get('kernels', TRITON)]}, {setup['heads']} heads, head dim "
         f"{setup['head_dim']}, {setup['dtype']}, page size {setup['page_size']}: "
         f"{setup['batches']} batches of each of the seeds "
-        f"{', '.join(map(str, setup['seeds']))}, judged by a {calibration['source']} calibration "
-        f"of {calibration['samples']} other batches. Regret is the time of the chosen kernels over "
-        "the time of the faster ones."
+        f"{', '.join(map(str, setup['seeds']))}, decided by the {calibration['source']} "
+        f"calibration of {calibration['samples']} other batches. Regret is the time of the chosen "
+        "kernels over the time of the faster ones."
     )
     if summary["all"] is None:
         return [head, f"All {summary['failed']} batches failed."]

@@ -172,13 +172,23 @@ def test_a_file_that_is_no_result_is_named(tmp_path, content, capsys):
     ("page", "names", "options"),
     [
         ("README.md", ("serving_h200",), ("--short",)),
-        ("docs/serving.md", ("serving_h200", "agents_h200", "ttft_h200"), ()),
-        ("docs/papers.md", ("papers_ablations_h200", "papers_traces_h200", "papers_expected"), ()),
+        ("docs/serving.md", ("serving_h200", "serving_rates_h200", "agents_h200", "ttft_h200"), ()),
+        (
+            "docs/papers.md",
+            (
+                "papers_kernels_h200",
+                "papers_ablations_h200",
+                "papers_traces_h200",
+                "papers_expected",
+            ),
+            (),
+        ),
         (
             "docs/measurements.md",
             (
                 "kernel_h200_pat20",
                 "kernel_h200_long",
+                "policy_h200_fresh",
                 "policy_h200",
                 "policy_h200_packs",
                 "policy_h100",
