@@ -117,7 +117,8 @@ def find(
     shipped       of this GPU, dtype and kernels, for heads like these; the page size may differ
     scaled        shipped for heads unlike these, or another dtype: its rates and coefficients,
                   which are multipliers of the cost model or microseconds
-    conservative  rates by the GPU's name, coefficients of a shipped H100 or the tables' own
+    conservative  the same of another head dim, whose stock kernels are others; without a shipped
+                  file rates by the GPU's name, coefficients of a shipped H100 or the tables' own
 
     Versions that differ from package_versions (default: those installed) are a warning. Files that
     are refused are named in the message, and the search goes on.
@@ -156,9 +157,11 @@ def _from_shipped(
         return replace(found, key=key, source="shipped"), f"shipped: {what}{pages}"
     heads = there.heads
     same = replace(there, heads=key.heads, page_size=key.page_size) == key
-    source: Literal["shipped", "scaled"] = (
-        "shipped" if same and _alike(heads, key.heads) else "scaled"
-    )
+    source: Literal["shipped", "scaled", "conservative"] = "scaled"
+    if heads.head_dim != key.heads.head_dim:
+        source = "conservative"
+    elif same and _alike(heads, key.heads):
+        source = "shipped"
     other = f"{heads.num_qo_heads}/{heads.num_kv_heads} heads of {heads.head_dim}"
     carried = replace(found, key=key, samples=0, errors={}, source=source)
     return carried, f"{source}: {what}, for {other}"
@@ -169,8 +172,7 @@ def _alike(one: HeadConfig, other: HeadConfig) -> bool:
     both are the same, and KV heads not many more or fewer."""
     kv_heads = sorted((one.num_kv_heads, other.num_kv_heads))
     return (
-        one.head_dim == other.head_dim
-        and min(one.group_size, other.group_size) >= TENSOR_CORE_GROUP
+        min(one.group_size, other.group_size) >= TENSOR_CORE_GROUP
         and kv_heads[1] <= _ALIKE_KV_HEADS * kv_heads[0]
     )
 

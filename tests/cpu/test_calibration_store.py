@@ -257,7 +257,7 @@ def test_then_the_rates_of_the_same_gpu_for_other_heads(folders):
     put_in_shipped(folders, "near.json", key=OTHER_HEADS)
     found = find(KEY, NUM_SMS, VERSIONS, folders)
     got, given = found.calibration, calibration()
-    assert (got.key, got.source, got.samples, got.errors) == (KEY, "scaled", 0, {})
+    assert (got.key, got.source, got.samples, got.errors) == (KEY, "conservative", 0, {})
     assert (got.rates, got.stock, got.prefix) == (given.rates, given.stock, given.prefix)
     assert f"near.json ({ORIGIN}), for 32/8 heads of 128" in found.message
     assert got.origin == ORIGIN
@@ -270,7 +270,7 @@ def test_then_the_rates_of_the_same_gpu_for_other_heads(folders):
         (HeadConfig(28, 4, 128), "shipped"),
         (HeadConfig(64, 16, 128), "shipped"),
         (HeadConfig(16, 2, 128), "scaled"),  # too few KV heads for what was shown
-        (HeadConfig(32, 8, 64), "scaled"),
+        (HeadConfig(32, 8, 64), "conservative"),  # stock kernels of their own
         (HeadConfig(16, 8, 128), "scaled"),  # FlashInfer without tensor cores
     ],
 )
@@ -281,7 +281,8 @@ def test_a_calibration_carries_over_to_heads_alike(heads, source, folders):
     assert (got.source, got.key.heads, got.samples) == (source, heads, 0)
     assert f"{source}: a.json ({ORIGIN}), for 32/8 heads of 128" in found.message
     another = replace(OTHER_HEADS, heads=heads, dtype="float16")
-    assert find(another, NUM_SMS, VERSIONS, folders).calibration.source == "scaled"
+    source = "conservative" if heads.head_dim == 64 else "scaled"
+    assert find(another, NUM_SMS, VERSIONS, folders).calibration.source == source
 
 
 def test_then_conservative_with_the_coefficients_of_an_h100(folders):
