@@ -34,7 +34,7 @@ class ServerRunnable:
     def __init__(self, case: Case):
         self._case = case
         why_not = why_no_row_tiles(case.device, case.heads, case.dtype)
-        family = choose_family(AUTO, "calibrated", why_not, case.heads.head_dim)
+        family = choose_family(AUTO, "calibrated", why_not)
         make = row_tiles if family.name == ROW_TILES else packs
         backend, planner = make(case.heads, case.dtype, case.device, case.page_size)
         evaluation = evaluate(case.batch.paths, BatchFacts(), planner, _predictor(case, family))

@@ -155,7 +155,7 @@ def settled(setup: Setup) -> Setup:
 
     heads, dtype = setup.key.heads, getattr(torch, DTYPES[setup.dtype])
     why_not = why_no_row_tiles(torch.device("cuda", 0), heads, dtype)
-    family = choose_family(setup.kernels, "calibrated", why_not, setup.head_dim)
+    family = choose_family(setup.kernels, "calibrated", why_not)
     return replace(setup, kernels=family.name)
 
 

@@ -34,7 +34,10 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.row_tile_fit", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     take = commands.add_parser("sample", help="on a Hopper GPU")
-    take.add_argument("--heads", type=several(_heads), default=_HEADS, help=f"default {_HEADS}")
+    take.add_argument(
+        "--heads", type=several(parse_heads), default=_HEADS, help=f"default {_HEADS}"
+    )
+    take.add_argument("--head-dim", type=int, default=128, help="(128) of all of them")
     take.add_argument("--seconds", type=amount, default=50.0, help="of timing, for all heads")
     take.add_argument("--seed", type=int, default=201)
     take.add_argument("--jsonl", type=Path, required=True, metavar="FILE")
@@ -55,20 +58,17 @@ def main(argv: list[str]) -> int:
         parser.error(str(error))
 
 
-def _heads(text: str) -> HeadConfig:
-    return HeadConfig(*parse_heads(text), 128)
-
-
 def _sample(args) -> int:
     device = torch.device("cuda", 0)
     gpu = torch.cuda.get_device_name(device)
-    print(f"compiling for {len(args.heads)} head configurations", flush=True)
-    measure.compile_all(args.heads, gpu)
+    all_heads = [HeadConfig(*heads, args.head_dim) for heads in args.heads]
+    print(f"compiling for {len(all_heads)} head configurations", flush=True)
+    measure.compile_all(all_heads, gpu)
     # the same for all of them, more than there is time for
     drawn = draw(args.seed, 400, measure.POOL_TOKENS)
     batches = {f"{args.seed}:{i}": batch for i, batch in enumerate(drawn)}
-    for heads in args.heads:
-        seconds = args.seconds / len(args.heads)
+    for heads in all_heads:
+        seconds = args.seconds / len(all_heads)
         found = list(measure.sample(heads, batches, seconds, device, gpu))
         samples.write(args.jsonl, found)
         met = len({sample.batch for sample in found})
@@ -81,8 +81,12 @@ def _fit(found: list[samples.Sample], path: str | None, argv: list[str]) -> int:
     gpus = {sample.gpu for sample in found}
     if len(gpus) > 1:
         raise ValueError(f"--jsonl: samples of several GPUs, {', '.join(sorted(gpus))}")
+    head_dims = {sample.head_dim for sample in found}
+    if len(head_dims) > 1:
+        raise ValueError(f"--jsonl: samples of several head dims, {sorted(head_dims)}")
     gpu = gpus.pop()
-    today = rates_of_gpu(gpu, (known_rates(gpu) or GPU_RATES["H100"]).bandwidth)
+    bandwidth = (known_rates(gpu) or GPU_RATES["H100"]).bandwidth
+    today = rates_of_gpu(gpu, bandwidth, head_dims.pop())
     rates = fitting.fit(found, today)
     left_out = fitting.leave_one_out(found, today)
     rows = []

@@ -61,7 +61,7 @@ class PrefixDecodeWrapper(PlannedAttention):
         super().__init__(heads, page_size, device, dtype, sm_scale, logits_soft_cap)
         self._strategy = strategy
         why_not = why_no_row_tiles(self.device, heads, dtype)
-        if choose_family(kernels, strategy, why_not, head_dim).name == ROW_TILES:
+        if choose_family(kernels, strategy, why_not).name == ROW_TILES:
             self._use(*row_tiles(heads, dtype, self.device, page_size))
         else:
             self._use(*packs(heads, dtype, self.device, page_size, strategy))

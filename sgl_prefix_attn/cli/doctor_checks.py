@@ -6,7 +6,7 @@ A check fails exactly when `--attention-backend prefix` could not work because o
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sgl_prefix_attn.cli.doctor_facts import HEADS, PLUGIN, Facts
+from sgl_prefix_attn.cli.doctor_facts import PLUGIN, Facts
 from sgl_prefix_attn.execute.backends.family import ROW_TILES, choose_family
 from sgl_prefix_attn.plugin.versions import RELEASES, SUPPORTED, install_command, match, newest_for
 from sgl_prefix_attn.settings import PREFIX, Settings
@@ -170,9 +170,7 @@ def check_kernels(facts: Facts) -> Verdict:
     except ValueError:
         settings = Settings()  # the settings check names what is wrong
     try:
-        family = choose_family(
-            settings.kernels, settings.strategy, facts.no_row_tiles, HEADS.head_dim
-        )
+        family = choose_family(settings.kernels, settings.strategy, facts.no_row_tiles)
     except ValueError as error:
         return FAIL, str(error), "unset SGL_PREFIX_ATTN_KERNELS"
     if facts.failed_self_tests and family.name == ROW_TILES:

@@ -63,7 +63,7 @@ def server_on(gpu: Gpu, heads: HeadConfig, kernels: str, strategy: str = "calibr
     folders = store.Folders(None, store.SHIPPED)
     calibration = store.find(key, gpu.num_sms, folders=folders).calibration
     why_not = why_no_row_tiles_on(gpu.capability, heads, torch.bfloat16)
-    family = choose_family(kernels, strategy, why_not, heads.head_dim)
+    family = choose_family(kernels, strategy, why_not)
     return server_of(family, heads, calibration, strategy)
 
 

@@ -54,7 +54,7 @@ def build(runner, heads: HeadConfig, settings: Settings) -> Execution:
     _check_headroom(settings.headroom, runner.req_to_token_pool.size, torch.device(runner.device))
     calibration = _calibration(runner, heads)
     why_not = why_no_row_tiles(torch.device(runner.device), heads, runner.dtype)
-    family = choose_family(settings.kernels, settings.strategy, why_not, heads.head_dim)
+    family = choose_family(settings.kernels, settings.strategy, why_not)
     if family.name == ROW_TILES:
         wanted = settings.kernels == ROW_TILES
         verdict = of_first_rank(lambda: self_test_verdict(runner, heads, again=wanted))

@@ -99,14 +99,7 @@ def test_a_triton_without_gluon_has_no_row_tiles(monkeypatch):
     ],
 )
 def test_the_family_of_a_server(wanted, strategy, why_not_here, family):
-    assert choose_family(wanted, strategy, why_not_here, 128) == family
-
-
-def test_wide_heads_run_row_tiles_where_they_are_wanted_alone():
-    packs = Family(TRITON, "head_dim:256")
-    assert choose_family(AUTO, "calibrated", None, 256) == packs
-    assert choose_family(ROW_TILES, "calibrated", None, 256) == Family(ROW_TILES)
-    assert choose_family(AUTO, "calibrated", "compute:8.0", 256).why_not == "compute:8.0"
+    assert choose_family(wanted, strategy, why_not_here) == family
 
 
 @pytest.mark.parametrize(
@@ -115,7 +108,7 @@ def test_wide_heads_run_row_tiles_where_they_are_wanted_alone():
 )
 def test_row_tiles_that_are_wanted_and_cannot_run_are_an_error(strategy, why_not_here, named):
     with pytest.raises(ValueError, match=f"SGL_PREFIX_ATTN_KERNELS=row_tiles.*{named}"):
-        choose_family(ROW_TILES, strategy, why_not_here, 128)
+        choose_family(ROW_TILES, strategy, why_not_here)
 
 
 def test_words_of_another_layout_are_refused():

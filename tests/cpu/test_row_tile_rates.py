@@ -47,6 +47,29 @@ def test_another_gpu_has_its_own_bandwidth():
     assert row_tile_rates(other) == replace(RowTileRates(), hbm=RowTileRates().hbm * ratio)
 
 
+def test_wide_heads_have_rates_of_their_own():
+    wide = replace(KEY, heads=replace(HEADS, head_dim=256))
+    there = calibration(replace(wide, gpu=JUDGED))
+    assert row_tile_rates(there) != row_tile_rates(calibration(replace(KEY, gpu=JUDGED)))
+    here = calibration(wide)
+    ratio = here.rates.bandwidth / GPU_RATES["H200"].bandwidth
+    fitted = row_tile_rates(there)
+    assert row_tile_rates(here) == replace(fitted, hbm=fitted.hbm * ratio)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "source", "sure"),
+    [
+        (JUDGED, "measured", "measured"),  # no batches held out were judged
+        (JUDGED, "conservative", "conservative"),
+        (FITTED, "measured", "scaled"),
+    ],
+)
+def test_how_sure_times_of_wide_heads_are(gpu, source, sure):
+    key = replace(KEY, gpu=gpu, heads=replace(HEADS, head_dim=256))
+    assert row_tile_source(calibration(key, source=source)) == sure
+
+
 def test_stock_times_are_the_calibrations_and_prefix_times_the_planners():
     predictor = RowTilePredictor(calibration())
     lens = np.array([700, 800])

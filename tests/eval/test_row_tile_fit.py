@@ -56,7 +56,7 @@ def test_a_sample_is_predicted_as_its_cut_is():
 
 def test_trees_are_predicted_as_their_plans_are(tmp_path, capsys):
     row = {"tree": "1,8_1024,256", "heads": "8/1", "head_dim": 128, "status": "ok"}
-    planner = RowTilePlanner(HEADS[2], num_sms=132, rates=rates_of_gpu("NVIDIA H200", 0.0))
+    planner = RowTilePlanner(HEADS[2], num_sms=132, rates=rates_of_gpu("NVIDIA H200", 0.0, 128))
     us = planner.plan_forest(build_forest(parse_trees(row["tree"])[0].paths())).predicted_us
     rows = [
         row | {"provider": "prefix", "us": us / 1.1},
@@ -144,10 +144,12 @@ def test_samples_of_every_head_configuration(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(command.torch, "device", lambda *args: torch.empty(0).device)
     file = tmp_path / "samples.jsonl"
-    argv = ["sample", "--heads", "4/2,3/1", "--seconds", "100", "--jsonl", str(file)]
+    argv = ["sample", "--heads", "4/2,3/1", "--head-dim", "64", "--seconds", "100"]
+    argv += ["--jsonl", str(file)]
     assert command.main(argv) == 0
     found = samples.read(file)
-    assert {one.heads for one in found} == {"4/2", "3/1"} and all(one.us > 0 for one in found)
+    assert {(one.heads, one.head_dim) for one in found} == {("4/2", 64), ("3/1", 64)}
+    assert all(one.us > 0 for one in found)
     assert {one.batch for one in found} == {"201:0", "201:1"}
     assert capsys.readouterr().out.count("of 2 batches") == 2
 
@@ -184,9 +186,16 @@ def test_a_file_that_is_none_is_named(text, says, tmp_path, capsys):
     assert says in capsys.readouterr().err
 
 
-def test_samples_of_two_gpus_are_refused(found, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"gpu": "another"}, "several GPUs, GPU, another"),
+        ({"head_dim": 256}, "several head dims, [128, 256]"),
+    ],
+)
+def test_samples_that_no_rates_describe_together_are_refused(change, says, found, tmp_path, capsys):
     file = tmp_path / "samples.jsonl"
-    samples.write(file, [found[0], replace(found[1], gpu="another")])
+    samples.write(file, [found[0], replace(found[1], **change)])
     with pytest.raises(SystemExit):
         command.main(["fit", "--jsonl", str(file)])
-    assert "several GPUs, GPU, another" in capsys.readouterr().err
+    assert says in capsys.readouterr().err

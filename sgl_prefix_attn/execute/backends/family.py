@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 # As SGL_PREFIX_ATTN_KERNELS names the families; TRITON's words are run by torch on a CPU.
 AUTO, ROW_TILES, TRITON = "auto", "row_tiles", "triton"
-# Up to this head dim row tiles' times are predicted; wider heads run them where they are wanted.
-_MOST_HEAD_DIM = 128
 
 
 class Family(NamedTuple):
@@ -25,13 +23,12 @@ class Family(NamedTuple):
         return f"packs (Triton, torch on a CPU), no row tiles ({self.why_not})"
 
 
-def choose_family(wanted: str, strategy: str, why_not_here: str | None, head_dim: int) -> Family:
+def choose_family(wanted: str, strategy: str, why_not_here: str | None) -> Family:
     """Choose what the prefix steps of a server or wrapper run.
 
     wanted        AUTO, ROW_TILES or TRITON
     strategy      of the packing: row tiles have but the one, the others are ablations of packs
     why_not_here  why_no_row_tiles() of its device and model
-    head_dim      of the model's layers
 
     Raises ValueError when row tiles are wanted and cannot run, or kernels that do not exist.
     """
@@ -42,8 +39,6 @@ def choose_family(wanted: str, strategy: str, why_not_here: str | None, head_dim
     why_not = why_not_here
     if why_not is None and strategy != "calibrated":
         why_not = f"strategy:{strategy}"
-    if why_not is None and wanted == AUTO and head_dim > _MOST_HEAD_DIM:
-        return Family(TRITON, f"head_dim:{head_dim}")
     if why_not is None:
         return Family(ROW_TILES)
     if wanted == ROW_TILES:
