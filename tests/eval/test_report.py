@@ -172,7 +172,17 @@ def test_a_file_that_is_no_result_is_named(tmp_path, content, capsys):
     ("page", "names", "options"),
     [
         ("README.md", ("serving_h200",), ("--short",)),
-        ("docs/serving.md", ("serving_h200", "serving_rates_h200", "agents_h200", "ttft_h200"), ()),
+        (
+            "docs/serving.md",
+            (
+                "serving_h200",
+                "serving_rates_h200",
+                "serving_loads_h200",
+                "agents_h200",
+                "ttft_h200",
+            ),
+            (),
+        ),
         (
             "docs/papers.md",
             (
