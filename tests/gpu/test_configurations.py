@@ -29,6 +29,7 @@ NO_FUSED_REDUCE = {"enforce_disable_flashinfer_allreduce_fusion": True}
 
 # Name: engine arguments, scenario, what each step is, marks.
 OPTIONS = {
+    "head_dim_256": ({}, "siblings", PREFIX),
     "lora": ({"enable_lora": True, "max_loras_per_batch": 2}, "adapters", PREFIX),
     "chunked_prefill_off": ({"chunked_prefill_size": -1}, "siblings", PREFIX),
     "hicache": (HICACHE, "loaded_back", PREFIX),
@@ -88,7 +89,10 @@ def engines(tmp_path_factory, request):
     wanted = {item.callspec.params["option"] for item in items}
     folder = tmp_path_factory.mktemp("configurations")
     model = write_tiny_llama(folder / "model", **CHANGES)
-    models = {"dp_attention": write_tiny_llama(folder / "qwen3", **CHANGES, **QWEN3)}
+    models = {
+        "dp_attention": write_tiny_llama(folder / "qwen3", **CHANGES, **QWEN3),
+        "head_dim_256": write_tiny_llama(folder / "wide", **(CHANGES | {"head_dim": 256})),
+    }
     adapter = {"lora_paths": {"adapter": str(write_adapter(folder / "adapter"))}}
     env = {"SGL_PREFIX_ATTN_CPU_PLATFORM": "0", "SGL_PREFIX_ATTN_POLICY": "prefix"}
     # Engines that share GPUs find unlike parts of them free.
