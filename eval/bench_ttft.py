@@ -17,7 +17,7 @@ from pathlib import Path
 
 from eval import provenance
 from eval.cli_values import device, several
-from eval.dummy_engine import engine_arguments, in_turn, start
+from eval.dummy_engine import engine_arguments, in_turn, start, wait_until_up
 from eval.engine_process import EngineError, end_on_sigterm, folder_name
 from eval.model_shapes import SHAPES, write_config
 from sgl_prefix_attn.cli.argument_types import count
@@ -94,6 +94,7 @@ def _run(folder: Path, stack: contextlib.ExitStack, args) -> list[dict]:
         backend: start(stack, backend, folder / folder_name(backend), arguments)
         for backend in backends
     }
+    wait_until_up(engines)
     rows = []
     for group in args.groups:
         vocab_size = SHAPES[args.model_shape]["vocab_size"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -51,15 +51,22 @@ def start(
     plugin: str | None = None,
     env: dict[str, str] | None = None,
 ) -> EngineProcess:
-    """Start an engine of a backend, ended by `stack`; plugin and env are EngineProcess's."""
+    """Begin to start an engine of a backend, ended by `stack`; plugin and env are EngineProcess's.
+    It answers after wait_until_up."""
     print(f"starting {backend}", flush=True)
     arguments = arguments | backend_arguments(backend)
     env = backend_env(backend) | (env or {})
     product = names_prefix(backend)
-    process = EngineProcess(arguments, home, product=product, plugin=plugin, env=env)
-    engine = stack.enter_context(process)
-    print(f"{backend} is up after {engine.start_s} s", flush=True)
+    engine = EngineProcess(arguments, home, product=product, plugin=plugin, env=env)
+    stack.push(engine)
     return engine
+
+
+def wait_until_up(engines: Mapping[str, EngineProcess]) -> None:
+    """Wait for engines by backend, which start at the same time. Raises EngineError."""
+    for backend, engine in engines.items():
+        engine.wait_until_up()
+        print(f"{backend} is up after {engine.start_s} s", flush=True)
 
 
 def in_turn(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:

@@ -29,7 +29,8 @@ class EngineError(RuntimeError):
 
 
 class EngineProcess:
-    """Context manager. start_s: how long the engine took to be ready; pool_tokens: KV slots that
+    """Context manager; wait_until_up() does what entering it does, but for ending an engine that
+    fails. start_s: how long the engine took to be ready; pool_tokens: KV slots that
     it has; plugins: names of the SGLang plugins that it loaded, which are those asked for.
 
     arguments  of sglang.Engine
@@ -68,19 +69,23 @@ class EngineProcess:
 
     def __enter__(self) -> EngineProcess:
         try:
-            started = self._read()
-            if started["plugins"] != self._wanted:
-                raise EngineError(
-                    f"the engine loaded the plugins {started['plugins']}, not {self._wanted}:\n"
-                    + self.log_tail()
-                )
+            self.wait_until_up()
         except BaseException:
             self.close()
             raise
+        return self
+
+    def wait_until_up(self) -> None:
+        """Wait until the engine answers. Raises EngineError: it ended, or has other plugins."""
+        started = self._read()
+        if started["plugins"] != self._wanted:
+            raise EngineError(
+                f"the engine loaded the plugins {started['plugins']}, not {self._wanted}:\n"
+                + self.log_tail()
+            )
         self.start_s: float = started["start_s"]
         self.pool_tokens: int = started["pool_tokens"]
         self.plugins: list[str] = started["plugins"]
-        return self
 
     def __exit__(self, *_) -> None:
         self.close()

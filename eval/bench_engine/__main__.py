@@ -18,7 +18,7 @@ from eval.bench_engine import engine_plugin, host_times
 from eval.bench_engine.decode_times import Samples, alternate, each_tpot_ms, tpot_ms
 from eval.bench_engine.workloads import NAMED, Workload, parse_workloads
 from eval.cli_values import device, several
-from eval.dummy_engine import engine_arguments, start
+from eval.dummy_engine import engine_arguments, start, wait_until_up
 from eval.engine_process import EngineError, end_on_sigterm, folder_name, uses_prefix
 from eval.model_shapes import SHAPES, write_config
 from sgl_prefix_attn.cli.argument_types import count
@@ -70,6 +70,7 @@ def _run_group(group, folder: Path, args, workloads, new_tokens, rows: list[dict
             env = {host_times.ENV: str(times[backend])}
             env |= {engine_plugin.ENV: "1"} if name != backend else {}
             engines[backend] = start(stack, name, home, arguments, plugin=plugin, env=env)
+        wait_until_up(engines)
         for workload in workloads:
             before = {backend: host_times.read(path) for backend, path in times.items()}
             samples = alternate(

@@ -26,7 +26,7 @@ from eval.bench_engine.decode_times import alternate, each_tpot_ms, tpot_ms
 from eval.bench_engine.workloads import Workload, parse_workloads
 from eval.bench_speculative import verify_steps
 from eval.cli_values import device, several
-from eval.dummy_engine import engine_arguments, start
+from eval.dummy_engine import engine_arguments, start, wait_until_up
 from eval.engine_process import EngineError, end_on_sigterm, folder_name, uses_prefix
 from eval.model_shapes import LLAMAS, SHAPES, write_config
 from sgl_prefix_attn.cli.argument_types import count
@@ -67,6 +67,7 @@ def _run(folder: Path, stack: contextlib.ExitStack, args, workload: Workload) ->
         env = {"SGLANG_SIMULATE_ACC_LEN": str(accepted), verify_steps.ENV: str(counts[backend])}
         plugin = verify_steps.__name__ if uses_prefix(backend) else None
         engines[backend] = start(stack, backend, home, arguments, plugin=plugin, env=env)
+    wait_until_up(engines)
     vocab_size = SHAPES[args.model_shape]["vocab_size"]
     samples = alternate(
         engines, workload, vocab_size, args.new_tokens, args.alternations, lambda text: print(text)

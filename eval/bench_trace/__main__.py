@@ -17,7 +17,7 @@ from eval import provenance
 from eval.bench_trace import replay_figures, trace, trace_tables
 from eval.bench_trace.replays import alternate, warm_up, write_requests
 from eval.cli_values import amount, device, several
-from eval.dummy_engine import engine_arguments, start
+from eval.dummy_engine import engine_arguments, start, wait_until_up
 from eval.engine_process import EngineError, end_on_sigterm, folder_name
 from eval.model_shapes import SHAPES, write_config
 from sgl_prefix_attn.cli.argument_types import count
@@ -62,15 +62,17 @@ def _run(folder: Path, args, windows: dict[float, trace.Window], meta: dict, row
         decode_batches=[b for b in _BATCHES if b < args.max_running] + [args.max_running],
     )
     with contextlib.ExitStack() as stack:
-        engines = {}
-        for backend in args.backends:
-            engine = start(stack, backend, folder / folder_name(backend), arguments)
+        engines = {
+            backend: start(stack, backend, folder / folder_name(backend), arguments)
+            for backend in args.backends
+        }
+        wait_until_up(engines)
+        for backend, engine in engines.items():
             if engine.pool_tokens < arguments["max_total_tokens"]:
                 raise EngineError(
                     f"{backend} has room for {engine.pool_tokens} KV tokens only: --pool-tokens "
                     f"{args.pool_tokens} is too much for {len(args.backends)} engines"
                 )
-            engines[backend] = engine
         warm_up(engines, files[max(files)])  # its requests are those of the other rates and more
         for rate, window in windows.items():
             for backend, alternation, timed in alternate(engines, files[rate], args.alternations):

@@ -1,7 +1,9 @@
 """The evaluation commands: help, bad arguments, and small runs that need neither GPU nor engine."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 from types import SimpleNamespace
 
@@ -10,7 +12,7 @@ import orjson
 import pytest
 import torch
 
-from eval import bench_plan, bench_stages, report, sanitize
+from eval import bench_plan, bench_stages, dummy_engine, report, sanitize
 from eval.ablate import __main__ as ablate
 from eval.bench_engine import __main__ as bench_engine
 from eval.bench_engine import decode_times, engine_plugin, host_times
@@ -262,6 +264,24 @@ def test_an_engine_with_other_plugins_is_refused(tmp_path, monkeypatch):
         assert (engine.pool_tokens, engine.plugins) == (64, ["prefix_attn"])
 
 
+def test_engines_start_together_and_end_with_one_that_fails(tmp_path, monkeypatch):
+    process, made = subprocess.Popen, []
+
+    def popen(_, **kwargs):
+        made.append(process(["sleep", "60"] if made else ["true"], **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    with pytest.raises(EngineError, match="ended with 0"), contextlib.ExitStack() as stack:
+        engines = {
+            backend: dummy_engine.start(stack, backend, tmp_path / backend, {})
+            for backend in ("flashinfer", "prefix")
+        }
+        assert made[1].poll() is None, "neither waits for the other"
+        dummy_engine.wait_until_up(engines)
+    assert made[1].returncode == -signal.SIGKILL
+
+
 def test_an_engine_whose_launches_overlap(tmp_path, monkeypatch):
     started = {}
 
@@ -269,6 +289,7 @@ def test_an_engine_whose_launches_overlap(tmp_path, monkeypatch):
         started[home.name] = (name, plugin, env.get(engine_plugin.ENV))
 
     monkeypatch.setattr(bench_engine, "start", start)
+    monkeypatch.setattr(bench_engine, "wait_until_up", lambda engines: None)
     monkeypatch.setattr(bench_engine, "alternate", lambda *args: None)
     args = bench_engine._parse(["--device", "cpu", "--model-shape", "tiny"])[0]
     group = ["fa3", "prefix:row_tiles", "prefix:row_tiles:in_order"]

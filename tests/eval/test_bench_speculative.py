@@ -40,6 +40,7 @@ def engines(monkeypatch):
         return SimpleNamespace(ask=ask, plugins=[])
 
     monkeypatch.setattr(bench, "start", start)
+    monkeypatch.setattr(bench, "wait_until_up", lambda engines: None)
     return made
 
 

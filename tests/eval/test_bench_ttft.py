@@ -35,6 +35,7 @@ def test_engines_take_turns_and_ratios_are_to_the_first(tmp_path, monkeypatch, c
         return SimpleNamespace(ask=ask)
 
     monkeypatch.setattr(bench_ttft, "start", start)
+    monkeypatch.setattr(bench_ttft, "wait_until_up", lambda engines: None)
     out = tmp_path / "out.json"
     backends = ["--backends", "torch_native,prefix/prefix", "--json", str(out)]
     assert bench_ttft.main([*ARGS, *backends]) == 0
