@@ -168,8 +168,8 @@ def _from_shipped(
 
 
 def _alike(one: HeadConfig, other: HeadConfig) -> bool:
-    """Whether times of one carry over to the other as they are (eval.other_heads): stock kernels of
-    both are the same, and KV heads not many more or fewer."""
+    """Whether times of one carry over to the other of the same head dim as they are
+    (eval.other_heads): stock kernels of both are the same, and KV heads not many more or fewer."""
     kv_heads = sorted((one.num_kv_heads, other.num_kv_heads))
     return (
         min(one.group_size, other.group_size) >= TENSOR_CORE_GROUP
