@@ -29,9 +29,11 @@ class EngineError(RuntimeError):
 
 
 class EngineProcess:
-    """Context manager; wait_until_up() does what entering it does, but for ending an engine that
-    fails. start_s: how long the engine took to be ready; pool_tokens: KV slots that
-    it has; plugins: names of the SGLang plugins that it loaded, which are those asked for.
+    """Context manager. Entering it waits until the engine is up and ends one that fails;
+    wait_until_up() by itself leaves the latter to __exit__.
+
+    start_s: how long the engine took to be ready; pool_tokens: KV slots that it has; plugins: names
+    of the SGLang plugins that it loaded, which are those asked for.
 
     arguments  of sglang.Engine
     plugin     dotted name of a module with a register() that SGLang calls in every process

@@ -62,17 +62,16 @@ def _run(folder: Path, args, windows: dict[float, trace.Window], meta: dict, row
         decode_batches=[b for b in _BATCHES if b < args.max_running] + [args.max_running],
     )
     with contextlib.ExitStack() as stack:
-        engines = {
-            backend: start(stack, backend, folder / folder_name(backend), arguments)
-            for backend in args.backends
-        }
-        wait_until_up(engines)
-        for backend, engine in engines.items():
+        engines = {}
+        for backend in args.backends:
+            engine = start(stack, backend, folder / folder_name(backend), arguments)
+            wait_until_up({backend: engine})  # each finds what room the ones before have left
             if engine.pool_tokens < arguments["max_total_tokens"]:
                 raise EngineError(
                     f"{backend} has room for {engine.pool_tokens} KV tokens only: --pool-tokens "
                     f"{args.pool_tokens} is too much for {len(args.backends)} engines"
                 )
+            engines[backend] = engine
         warm_up(engines, files[max(files)])  # its requests are those of the other rates and more
         for rate, window in windows.items():
             for backend, alternation, timed in alternate(engines, files[rate], args.alternations):
