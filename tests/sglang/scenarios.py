@@ -48,10 +48,11 @@ async def staggered(engine):
     events = [asyncio.Event() for _ in range(5)]
     a = SYSTEM + tokens(1, 20)
     return await asyncio.gather(
-        generate(engine, a, 64, at={4: events[0], 10: events[1], 16: events[2]}),
-        generate(engine, SYSTEM + tokens(2, 11), 40),
+        generate(engine, a, 128, at={4: events[0], 10: events[1], 16: events[2]}),
+        # Long enough to decode beside the fourth on a machine where tokens come back late.
+        generate(engine, SYSTEM + tokens(2, 11), 120),
         # Splits the system prompt's node while the first request decodes.
-        after(events[0], generate(engine, SYSTEM[:50] + tokens(3, 30), 24)),
+        after(events[0], generate(engine, SYSTEM[:50] + tokens(3, 30), 112)),
         # Shares part of the first request's own prompt.
         after(events[1], generate(engine, a[:105] + tokens(4, 5), 9, at={3: events[3]})),
         after(events[2], generate(engine, tokens(5, 40), 12)),
