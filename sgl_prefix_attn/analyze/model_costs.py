@@ -19,6 +19,9 @@ from sgl_prefix_attn.records import HeadConfig
 STEP, REQUEST = 1.0e-3, 11.5e-6  # seconds of a decode step, and of each request in it
 PREFILL_SHARE = 0.6  # of the GPU's dense rate
 POOL_SHARE = 0.86  # of the GPU's memory that SGLang gives to weights and KV
+# How long FlashInfer's prefill takes for cached tokens beside FlashAttention 3's, SGLang's default
+# on Hopper: the rows of eval/results/multi_token_h200.json in which a request fills a tile.
+FLASHINFER_CACHED = 1.8
 BYTES = 2  # of a weight, and of an element of KV
 
 
@@ -93,11 +96,19 @@ def costs(
                 f"{memory / 1e9:.0f} GB: raise --tp, or give --kv-tokens"
             )
     rate = PREFILL_SHARE * flops
+    token_pair = 4.0 * model.layers * model.heads.num_qo_heads * model.heads.head_dim / rate
     return Costs(
         step=BYTES * model.weights / bandwidth + STEP if step is None else step,
         request=REQUEST if step is None else 0.0,
         token=2 * model.active / rate,
-        token_pair=4.0 * model.layers * model.heads.num_qo_heads * model.heads.head_dim / rate,
+        token_pair=token_pair,
+        cached_pair=token_pair,
         kv_tokens=kv_tokens,
         most_running=most_running,
     )
+
+
+def prefilled_by_flashinfer(costs: Costs, capability: tuple[int, int]) -> Costs:
+    """Return what a server takes whose prefill is FlashInfer's, as it is elsewhere by default."""
+    is_hopper = capability == (9, 0)
+    return costs._replace(cached_pair=costs.token_pair * (FLASHINFER_CACHED if is_hopper else 1))

@@ -95,7 +95,8 @@ def _prefill(requests, costs, state):
             continue
         new = _admit(requests, costs, state, r)
         computed += new
-        seconds += new * (costs.token + costs.token_pair * (requests.prompt[r] - 0.5 * new))
+        cached = requests.prompt[r] - new
+        seconds += new * (costs.token + costs.token_pair * 0.5 * new + costs.cached_pair * cached)
         counts[N_NEXT] += 1
     counts[N_WAITING] = max(counts[N_WAITING], counts[N_ARRIVED] - counts[N_NEXT])
     if computed == 0:

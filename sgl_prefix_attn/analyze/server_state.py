@@ -24,7 +24,8 @@ class Costs(NamedTuple):
 
     step, request  seconds of a decode step besides attention, and more for each request
     token          seconds of prefill for a token ...
-    token_pair     ... and for each token that it attends to
+    token_pair     ... for each new token that it attends to
+    cached_pair    ... and for each cached one
     kv_tokens      room for KV
     most_running   requests of a decode step
     """
@@ -33,6 +34,7 @@ class Costs(NamedTuple):
     request: float
     token: float
     token_pair: float
+    cached_pair: float
     kv_tokens: int
     most_running: int
 

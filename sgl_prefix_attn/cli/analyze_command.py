@@ -63,6 +63,7 @@ def analyze(args: argparse.Namespace, console: Console) -> None:
     # Not before: these import torch and numba.
     from sgl_prefix_attn.analyze import summary, trace_file
     from sgl_prefix_attn.analyze.findings import Findings
+    from sgl_prefix_attn.analyze.model_costs import prefilled_by_flashinfer
     from sgl_prefix_attn.analyze.simulation import simulate
 
     figures = _figures() if args.png else None
@@ -81,14 +82,18 @@ def analyze(args: argparse.Namespace, console: Console) -> None:
         for line in summary.reading_lines(reading):
             console.print(line, markup=False)
 
-        def simulated(policy: str):
+        def simulated(policy: str, costs):
             bar = progress.add_task(policy, total=len(trace))
             return simulate(
                 trace, costs, model.layers, server.planner, server.predictor, policy,
                 lambda done: progress.update(bar, completed=done),
             )  # fmt: skip
 
-        findings = Findings(simulated("stock"), simulated("auto"), float(trace.arrival[-1]))
+        findings = Findings(
+            simulated("stock", prefilled_by_flashinfer(costs, gpu.capability)),
+            simulated("auto", costs),
+            float(trace.arrival[-1]),
+        )
     console.print(
         f"simulated: {gpu.name}, {model.layers} layers with {heads.num_qo_heads}/"
         f"{heads.num_kv_heads} heads of {heads.head_dim}, {server.family}, "

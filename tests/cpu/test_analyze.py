@@ -17,7 +17,7 @@ from sgl_prefix_attn.analyze import block_cache, summary, trace_file
 from sgl_prefix_attn.analyze import server_loop as loop
 from sgl_prefix_attn.analyze import server_state as sv
 from sgl_prefix_attn.analyze.findings import Findings
-from sgl_prefix_attn.analyze.model_costs import costs, llama_8b, model_of
+from sgl_prefix_attn.analyze.model_costs import costs, llama_8b, model_of, prefilled_by_flashinfer
 from sgl_prefix_attn.analyze.server_state import Costs
 from sgl_prefix_attn.analyze.simulation import simulate
 from sgl_prefix_attn.cli import main
@@ -31,7 +31,7 @@ from sgl_prefix_attn.step.policy import BatchFacts
 
 LLAMA = HeadConfig(32, 8, 128)
 # Nothing but the fixed time of a step, and a millisecond a token of prefill.
-PLAIN = Costs(0.010, 0.0, 0.001, 0.0, kv_tokens=1 << 20, most_running=8)
+PLAIN = Costs(0.010, 0.0, 0.001, 0.0, 0.0, kv_tokens=1 << 20, most_running=8)
 
 
 def trace_of(*requests):
@@ -91,6 +91,21 @@ def test_one_after_the_other_shares_nothing_but_the_cache(run):
     assert done.reuse == 1 and done.steps == 20
     assert done.cached == pytest.approx(1023 / 2048)
     assert done.ttft == pytest.approx([1.024, 0.010])  # a pass is not shorter than a step
+
+
+def test_cached_tokens_cost_what_new_ones_attend_to(run):
+    costs = PLAIN._replace(token_pair=1e-6, cached_pair=3e-6)
+    done = run(trace_of((0, [1, 2], 11), (100, [1, 2, 3], 11)), costs)
+    first = 1.024 + 1e-6 * 1024**2 / 2
+    assert done.ttft == pytest.approx(
+        [first, 0.512 + 512 * (1e-6 * 512 / 2 + 3e-6 * 1024)], rel=1e-5
+    )
+
+
+def test_flashinfer_prefills_cached_tokens_more_slowly_on_hopper_alone():
+    costs = PLAIN._replace(token_pair=1e-6, cached_pair=1e-6)
+    assert prefilled_by_flashinfer(costs, (9, 0)).cached_pair == pytest.approx(1.8e-6)
+    assert prefilled_by_flashinfer(costs, (8, 0)) == costs
 
 
 def test_half_of_a_prompt_shared_for_half_of_the_time(run):
