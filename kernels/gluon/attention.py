@@ -82,6 +82,10 @@ def row_tile_kernel(
     if DYNAMIC:
         tickets = gl.allocate_shared_memory(gl.int32, [2, BLOCK], FLAT)
         t_full, t_free = new_barriers(1), new_barriers(2)
+    full, free = new_barriers(PRODUCERS), new_barriers(2)
+    k_full, k_free = full, free  # not used
+    if HEAD_DIM > 128:
+        k_full, k_free = new_barriers(PRODUCERS), new_barriers(2)
     rings = Rings(
         gl.allocate_shared_memory(DTYPE, [2, HALF_ROWS, HEAD_DIM], KL),
         gl.allocate_shared_memory(DTYPE, [2 * STAGES, BLOCK, HEAD_DIM], KL),
@@ -91,10 +95,10 @@ def row_tile_kernel(
         t_free,
         new_barriers(PRODUCERS),
         new_barriers(1),
-        new_barriers(PRODUCERS),
-        new_barriers(2),
-        new_barriers(PRODUCERS),
-        new_barriers(2),
+        k_full,
+        k_free,
+        full,
+        free,
     )
     gl.warp_specialize(
         [

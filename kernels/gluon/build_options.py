@@ -23,12 +23,9 @@ class Config:
 # By head dim.
 CONFIGS = {
     64: Config(stages=7, consumer_regs=208, producer_regs=88),
-    128: Config(stages=5, consumer_regs=208, producer_regs=88),
+    128: Config(stages=5, consumer_regs=200, producer_regs=104),
     256: Config(stages=2, consumer_regs=232, producer_regs=48),
 }
-
-# Of head dim 128: consumers that are told their tickets need a few registers more.
-DYNAMIC = Config(stages=5, consumer_regs=216, producer_regs=72)
 
 
 def kernel_constants(
@@ -48,7 +45,7 @@ def kernel_constants(
         raise ValueError(f"head dim {head_dim} is none of {', '.join(map(str, CONFIGS))}")
     if not 1 <= group_size <= W.HALF_ROWS:
         raise ValueError(f"{group_size} query heads a KV head: 1 to {W.HALF_ROWS} fit a tile")
-    config = DYNAMIC if dynamic else CONFIGS[head_dim]
+    config = CONFIGS[head_dim]
     return {
         "HEADS": num_kv_heads,
         "GROUP": group_size,

@@ -23,6 +23,7 @@ from .shape import (
     HEADER_WORDS,
     I_BLOCKS,
     I_FLAGS,
+    I_GROWING,
     I_PARTS,
     I_ROWS,
     LOG2_E,
@@ -70,22 +71,34 @@ def keep_visible(s, key, row, BIT_KEYS: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def pass_on(rings, stage, phase):
+def pass_on(rings, stage, phase, LEAN: gl.constexpr):
     """A block without columns for this warpgroup's rows."""
-    mbarrier.wait(rings.k_full.index(stage), phase)
-    mbarrier.arrive(rings.k_free.index(stage), count=1)
-    mbarrier.wait(rings.v_full.index(stage), phase)
-    mbarrier.arrive(rings.v_free.index(stage), count=1)
+    if LEAN:
+        mbarrier.wait(rings.k_full.index(stage), phase)
+        mbarrier.arrive(rings.k_free.index(stage), count=1)
+    mbarrier.wait(rings.full.index(stage), phase)
+    mbarrier.arrive(rings.free.index(stage), count=1)
 
 
 @gluon.jit
-def add_values(p, acc, rings, v_at, v_stage, v_phase):
-    """acc + p times the values of a block, which may then be overwritten."""
-    mbarrier.wait(rings.v_full.index(v_stage), v_phase)
+def add_values(p, acc, rings, v_at, v_stage):
+    """acc + p times the values of a block, whose stage may then be overwritten."""
     acc = warpgroup_mma(p, rings.kv.index(v_at), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(rings.v_free.index(v_stage), count=1)
+    mbarrier.arrive(rings.free.index(v_stage), count=1)
     return acc
+
+
+@gluon.jit
+def flags_behind(i, word, next_word, p_flags, planned):
+    """The flags of block i + 1, and the words that hold the ones behind it: `next_word` was asked
+    for FLAGS_PER_WORD blocks ago, so that no block waits for it."""
+    i += 1
+    new = i % FLAGS_PER_WORD == 0
+    word = gl.where(new, next_word, word >> FLAG_BITS)
+    if new:
+        next_word = gl.load(p_flags + i // FLAGS_PER_WORD + 1)
+    return gl.where(i < planned, word & FLAGS_OF_BLOCK, GROWTH_FLAGS), word, next_word
 
 
 @gluon.jit
@@ -120,7 +133,7 @@ def consume(
         p_item = words_ptr + HEADER_WORDS + ticket // S.HEADS * S.ITEM
         rows = gl.load(p_item + I_ROWS)
         planned = gl.load(p_item + I_BLOCKS)
-        num_blocks = blocks_of(p_item, steps)
+        num_blocks = blocks_of(planned, gl.load(p_item + I_GROWING), steps)
         p_flags = words_ptr + gl.load(p_item + I_FLAGS)
         wide = rows > HALF_ROWS
         # tiles of one warpgroup go to both in turn
@@ -133,10 +146,10 @@ def consume(
             p = gl.zeros([HALF_ROWS, BLOCK], DTYPE, PL)
             # One code path for all blocks: the first product with values is of zeros, by K.
             v_at = 2 * stage
-            # names of their own: one that is another's alias is not carried through a loop
-            v_stage = stage + 0
-            v_phase = phase + 0
+            v_stage = stage + 0  # a name of its own: an alias is not carried through a loop
             word = gl.load(p_flags)
+            next_word = gl.load(p_flags + 1)
+            flags = gl.where(planned > 0, word & FLAGS_OF_BLOCK, GROWTH_FLAGS)
             mbarrier.wait(rings.q_full.index(WG), q_phase)
             q_phase ^= 1
             q = rings.q.index(WG)
@@ -146,18 +159,16 @@ def consume(
                 q = q.load(QL)
                 mbarrier.arrive(rings.q_free.index(WG), count=1)
             for i in range(num_blocks):
-                flags = gl.where(i < planned, word & FLAGS_OF_BLOCK, GROWTH_FLAGS)
-                word = word >> FLAG_BITS
-                if i % FLAGS_PER_WORD == FLAGS_PER_WORD - 1:
-                    word = gl.load(p_flags + (i + 1) // FLAGS_PER_WORD)
                 if (flags & (FOR_WARPGROUP << WG)) != 0:
-                    mbarrier.wait(rings.k_full.index(stage), phase)
+                    if LEAN:
+                        mbarrier.wait(rings.k_full.index(stage), phase)
+                    else:
+                        mbarrier.wait(rings.full.index(stage), phase)
                     k = rings.kv.index(2 * stage).permute((1, 0))
                     s = warpgroup_mma(q, k, z, use_acc=False, is_async=True)
                     if LEAN:
                         s = warpgroup_mma_wait(0, deps=(s,))
                     else:
-                        mbarrier.wait(rings.v_full.index(v_stage), v_phase, pred=i > 0)
                         acc = warpgroup_mma(p, rings.kv.index(v_at), acc, is_async=True)
                         s = warpgroup_mma_wait(1, deps=(s,))
                     if S.HAS_CAP:
@@ -166,25 +177,28 @@ def consume(
                     if (flags & MASKED) != 0:
                         key = rings.keys.index(stage).load(gl.SliceLayout(0, SL))
                         s = keep_visible(s, key, row_s, S.BIT_KEYS, S.GROUP)
+                    # here, where it takes its turn with the arithmetic of softmax
+                    flags, word, next_word = flags_behind(i, word, next_word, p_flags, planned)
                     s, b_max, b_sum, alpha = softmax_step(s, b_max, b_sum, scale)
                     if not LEAN:
                         acc, p, s = warpgroup_mma_wait(0, deps=(acc, p, s))
-                        mbarrier.arrive(rings.v_free.index(v_stage), count=1, pred=i > 0)
+                        mbarrier.arrive(rings.free.index(v_stage), count=1, pred=i > 0)
                     p = gl.convert_layout(s.to(DTYPE), PL)
-                    mbarrier.arrive(rings.k_free.index(stage), count=1)
                     acc = acc * gl.convert_layout(alpha, OR)[:, None]
                     v_at = 2 * stage + 1
                     v_stage = stage
-                    v_phase = phase
                     if LEAN:
-                        acc = add_values(p, acc, rings, v_at, v_stage, v_phase)
+                        mbarrier.arrive(rings.k_free.index(stage), count=1)
+                        mbarrier.wait(rings.full.index(stage), phase)
+                        acc = add_values(p, acc, rings, v_at, v_stage)
                 else:
-                    pass_on(rings, stage, phase)
+                    flags, word, next_word = flags_behind(i, word, next_word, p_flags, planned)
+                    pass_on(rings, stage, phase, LEAN)
                 stage, phase = advance(stage, phase, S.STAGES)
             if LEAN:
                 mbarrier.arrive(rings.q_free.index(WG), count=1)
             else:
-                acc = add_values(p, acc, rings, v_at, v_stage, v_phase)
+                acc = add_values(p, acc, rings, v_at, v_stage)
 
             split_turns += store_results(
                 acc, b_max, b_sum, base, rows, head, p_item, out_ptr, lse_ptr, partial_out_ptr,
@@ -192,7 +206,7 @@ def consume(
             )  # fmt: skip
         else:
             for _ in range(num_blocks):
-                pass_on(rings, stage, phase)
+                pass_on(rings, stage, phase, LEAN)
                 stage, phase = advance(stage, phase, S.STAGES)
         if S.DYNAMIC:
             slot = turns & 1

@@ -11,6 +11,8 @@ from .shape import (
     H_STEPS,
     HALF_ROWS,
     HEADER_WORDS,
+    I_BLOCKS,
+    I_GROWING,
     I_QUERIES,
     I_REST,
     I_ROWS,
@@ -25,10 +27,10 @@ from .shape import (
 
 
 @gluon.jit
-def copy_queries(q_ptr, p_item, head, rows, turn, rings, q_phases, stride_q, S):
+def copy_queries(q_ptr, p_queries, head, rows, turn, rings, q_phases, stride_q, S):
     """Queries of one item into the buffers of the warpgroups that run it; returns the phases."""
-    # few rows at a time: this stands inside the loop over blocks, whose slots fill the registers
-    STEP: gl.constexpr = 4 * S.PRODUCER_WARPS
+    # of head dim 256 few rows at a time: the slots of blocks fill the registers
+    STEP: gl.constexpr = HALF_ROWS if S.HEAD_DIM <= 128 else 4 * S.PRODUCER_WARPS
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [S.PRODUCER_WARPS, 1], [1, 0])
     offs_r = gl.arange(0, STEP, gl.SliceLayout(1, L))
     offs_d = gl.arange(0, S.HEAD_DIM, gl.SliceLayout(0, L))
@@ -38,7 +40,7 @@ def copy_queries(q_ptr, p_item, head, rows, turn, rings, q_phases, stride_q, S):
             for r in gl.static_range(0, HALF_ROWS, STEP):
                 row = offs_r + r + gl.where(rows > HALF_ROWS, w * HALF_ROWS, 0)
                 ok = row < rows
-                query = gl.load(p_item + I_QUERIES + row // S.GROUP, mask=ok, other=0)
+                query = gl.load(p_queries + row // S.GROUP, mask=ok, other=0)
                 i_head = head * S.GROUP + row % S.GROUP
                 p_q = q_ptr + query.to(gl.int64) * stride_q + i_head * S.HEAD_DIM
                 async_copy.async_copy_global_to_shared(
@@ -62,6 +64,53 @@ def take_ticket(counters_ptr, turn, rings, S):
     group_barrier()  # the stores of all warps before one thread says that they are there
     mbarrier.arrive(rings.t_full.index(slot), count=1)
     return taken
+
+
+@gluon.jit
+def times(slot, stride):
+    """slot * stride as int64 in one instruction, where int64 times int64 takes four."""
+    offset = gl.inline_asm_elementwise(
+        "mul.wide.s32 $0, $1, $2;", "=l,r,r", [slot, stride], dtype=gl.int64, is_pure=True, pack=1
+    )
+    return gl.multiple_of(offset, 8)
+
+
+@gluon.jit
+def words_of(words_ptr, ticket, S):
+    """The place of a ticket's item, and those of its words that its blocks are copied by."""
+    p_item = words_ptr + HEADER_WORDS + ticket // S.HEADS * S.ITEM
+    planned = gl.load(p_item + I_BLOCKS)
+    growing = gl.load(p_item + I_GROWING)
+    return p_item, planned, growing, gl.load(p_item + I_ROWS), gl.load(p_item + I_REST)
+
+
+@gluon.jit
+def copy_block(p_k, p_v, p_keys, p_next, slot, offs_d, stage, phase, rings, stride_k, stride_v, S):
+    """Keys and values of one block into its stage; returns the slots of the block PRE behind.
+
+    These take the registers of the block's own slots and are not touched before their turn: moved
+    to other registers they would be waited for here.
+    """
+    ok = slot >= 0  # elsewhere the address is not read
+    to_k = times(slot, stride_k)
+    to_v = times(slot, stride_v)
+    LEAN: gl.constexpr = S.HEAD_DIM > 128
+    if LEAN:
+        mbarrier.wait(rings.k_free.index(stage), phase ^ 1)
+    else:
+        mbarrier.wait(rings.free.index(stage), phase ^ 1)
+    async_copy.async_copy_global_to_shared(
+        rings.kv.index(2 * stage), p_k + to_k[:, None] + offs_d[None, :], mask=ok[:, None]
+    )
+    async_copy.async_copy_global_to_shared(rings.keys.index(stage), p_keys)
+    if LEAN:
+        async_copy.mbarrier_arrive(rings.k_full.index(stage), increment_count=False)
+        mbarrier.wait(rings.free.index(stage), phase ^ 1)
+    async_copy.async_copy_global_to_shared(
+        rings.kv.index(2 * stage + 1), p_v + to_v[:, None] + offs_d[None, :], mask=ok[:, None]
+    )
+    async_copy.mbarrier_arrive(rings.full.index(stage), increment_count=False)
+    return gl.load(p_next)
 
 
 @gluon.jit
@@ -92,6 +141,8 @@ def produce(
     s2 = gl.load(p_slots + 2 * BLOCK)
     num_tickets = gl.load(words_ptr + H_NUM_ITEMS) * S.HEADS
     steps = gl.load(words_ptr + H_STEPS)
+    first = gl.where(ticket < num_tickets, ticket, 0)
+    p_item, planned, growing, rows, rest = words_of(words_ptr, first, S)
     if S.PDL:
         wait_for_kernel_before()
         # Not earlier: so the next kernel starts when the one before this one is done.
@@ -102,51 +153,52 @@ def produce(
     while ticket < num_tickets:
         item = ticket // S.HEADS
         head = ticket % S.HEADS
-        p_item = words_ptr + HEADER_WORDS + item * S.ITEM
-        num_blocks = blocks_of(p_item, steps)
-        rows = gl.load(p_item + I_ROWS)
-        rest = gl.load(p_item + I_REST)
+        if S.DYNAMIC:
+            next_ticket = take_ticket(counters_ptr, turn, rings, S)
+        else:
+            next_ticket = ticket_of(turn + 1)
+        # The next item's words and first slots arrive while this one's blocks are copied.
+        known = gl.where(next_ticket < num_tickets, next_ticket, ticket)
+        p_slots = slots_ptr + known // S.HEADS * (PRE * BLOCK) + offs_n
+        next_slots = gl.load(p_slots)
+        p_next_item, next_planned, next_growing, next_rows, next_rest = words_of(
+            words_ptr, known, S
+        )
+
+        num_blocks = blocks_of(planned, growing, steps)
         p_k = k_ptr + head * S.HEAD_DIM
         p_v = v_ptr + head * S.HEAD_DIM
-        for i in range(num_blocks):
-            s3 = gl.load(slots_ptr + (rest + i) * BLOCK + offs_n)  # of block i + PRE
-            at = gl.where(i < PRE, item * PRE + i, rest + i - PRE)
-            ok = s0 >= 0  # elsewhere the address is not read
-            slot = s0.to(gl.int64)
-            mbarrier.wait(rings.k_free.index(stage), phase ^ 1)
-            async_copy.async_copy_global_to_shared(
-                rings.kv.index(2 * stage),
-                p_k + (slot * stride_k)[:, None] + offs_d[None, :],
-                mask=ok[:, None],
+        for i in range(0, num_blocks, PRE):
+            p_next = slots_ptr + (rest + i) * BLOCK + offs_n  # of block i + PRE
+            at = gl.where(i < PRE, item * PRE, rest + i - PRE)
+            p_keys = keys_ptr + at * BLOCK + offs_k
+            s0 = copy_block(
+                p_k, p_v, p_keys, p_next, s0, offs_d, stage, phase, rings, stride_k, stride_v, S
             )
-            async_copy.async_copy_global_to_shared(
-                rings.keys.index(stage), keys_ptr + at * BLOCK + offs_k
-            )
-            async_copy.mbarrier_arrive(rings.k_full.index(stage), increment_count=False)
-            mbarrier.wait(rings.v_free.index(stage), phase ^ 1)
-            async_copy.async_copy_global_to_shared(
-                rings.kv.index(2 * stage + 1),
-                p_v + (slot * stride_v)[:, None] + offs_d[None, :],
-                mask=ok[:, None],
-            )
-            async_copy.mbarrier_arrive(rings.v_full.index(stage), increment_count=False)
-            if i == 0:
-                # behind the first block: the words that say which queries have arrived by then
-                q_phases = copy_queries(
-                    q_ptr, p_item, head, rows, turn, rings, q_phases, stride_q, S
-                )
             stage, phase = advance(stage, phase, S.STAGES)
-            s0 = s1
-            s1 = s2
-            s2 = s3
-        if S.DYNAMIC:
-            ticket = take_ticket(counters_ptr, turn, rings, S)
-            turn += 1
-        else:
-            turn += 1
-            ticket = ticket_of(turn)
-        if ticket < num_tickets:
-            p_slots = slots_ptr + ticket // S.HEADS * (PRE * BLOCK) + offs_n
-            s0 = gl.load(p_slots)
-            s1 = gl.load(p_slots + BLOCK)
-            s2 = gl.load(p_slots + 2 * BLOCK)
+            if i == 0:
+                q_phases = copy_queries(
+                    q_ptr, p_item + I_QUERIES, head, rows, turn, rings, q_phases, stride_q, S
+                )
+            if i + 1 < num_blocks:
+                s1 = copy_block(
+                    p_k, p_v, p_keys + BLOCK, p_next + BLOCK, s1, offs_d, stage, phase, rings,
+                    stride_k, stride_v, S,
+                )  # fmt: skip
+                stage, phase = advance(stage, phase, S.STAGES)
+            if i + 2 < num_blocks:
+                s2 = copy_block(
+                    p_k, p_v, p_keys + 2 * BLOCK, p_next + 2 * BLOCK, s2, offs_d, stage, phase,
+                    rings, stride_k, stride_v, S,
+                )  # fmt: skip
+                stage, phase = advance(stage, phase, S.STAGES)
+        turn += 1
+        ticket = next_ticket
+        p_item = p_next_item
+        planned = next_planned
+        growing = next_growing
+        rows = next_rows
+        rest = next_rest
+        s0 = next_slots
+        s1 = gl.load(p_slots + BLOCK)
+        s2 = gl.load(p_slots + 2 * BLOCK)

@@ -75,6 +75,7 @@ class Shape:
 class Rings:
     """Shared memory: q [2, 64, D], kv [2 * STAGES, 64, D] with K in even and V in odd buffers, keys
     int32 [STAGES, 64], and mbarriers: what they guard is there (full) or may be overwritten (free).
+    full and free are a whole stage's; a ring of two stages passes K on by itself (k_full, k_free).
     tickets int32 [2, 64] of DYNAMIC kernels: a ticket, as often as a warpgroup likes to read it.
 
     Barriers of one allocation would be kept apart by a barrier of all four warps between any two
@@ -91,12 +92,12 @@ class Rings:
     q_free: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
     k_free: gl.shared_memory_descriptor
-    v_full: gl.shared_memory_descriptor
-    v_free: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    free: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
     def __init__(
-        self, q, kv, keys, tickets, t_full, t_free, q_full, q_free, k_full, k_free, v_full, v_free
+        self, q, kv, keys, tickets, t_full, t_free, q_full, q_free, k_full, k_free, full, free
     ):
         self.q = q
         self.kv = kv
@@ -108,8 +109,8 @@ class Rings:
         self.q_free = q_free
         self.k_full = k_full
         self.k_free = k_free
-        self.v_full = v_full
-        self.v_free = v_free
+        self.full = full
+        self.free = free
 
 
 @gluon.jit
@@ -129,10 +130,9 @@ def ticket_of(turn):
 
 
 @gluon.jit
-def blocks_of(p_item, steps):
+def blocks_of(planned, growing, steps):
     """Blocks of an item, those that grew since the plan included."""
-    grown = (steps * gl.load(p_item + I_GROWING) + BLOCK - 1) // BLOCK
-    return gl.load(p_item + I_BLOCKS) + grown
+    return planned + (steps * growing + BLOCK - 1) // BLOCK
 
 
 @gluon.jit

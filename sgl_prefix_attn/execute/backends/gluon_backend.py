@@ -110,11 +110,12 @@ class GluonBackend:
         )
 
     def new_workspace(self, capacity: Capacity) -> RowTileWorkspace:
-        # every CTA asks for its first blocks' slots before it knows whether it has an item, and
-        # for flags one word behind an item's last
+        # every CTA asks for its first blocks' slots before it knows whether it has an item, one
+        # without reads the first item's words, and flags are read two words behind an item's last
         first_blocks = W.PRE * (self.num_sms // self.heads.num_kv_heads + 2) * W.BLOCK
+        first_words = W.HEADER_WORDS + W.item_words(self.heads.group_size)
         sized = Capacity(
-            max(capacity.words, W.HEADER_WORDS) + 1,
+            max(capacity.words, first_words) + 2,
             max(capacity.index_slots, first_blocks),
             max(capacity.partials, 1),
         )
