@@ -76,6 +76,7 @@ def test_the_readme_s_first_numbers_are_the_result_files():
     for row in rows("serving_h200"):
         loads.setdefault(row["load"], {})[row["backend"]] = row["output_tokens_per_s"]
     served, unshared = loads["gsp"], loads["unshared"]
+    h100 = {row["backend"]: row["output_tokens_per_s"] for row in rows("serving_h100")}
     even = unshared["prefix"] / max(unshared["default"], unshared["flashinfer"])
     agents = rows("agents_h200")
     ratios = wall_ratios(agents)
@@ -88,6 +89,7 @@ def test_the_readme_s_first_numbers_are_the_result_files():
         f"**{served['prefix']:,.0f} output tokens/s",
         f"default serves {served['default']:,.0f}**",
         f"backend {served['flashinfer']:,.0f}.",
+        f"they are {h100['prefix']:,.0f}, {h100['default']:,.0f} and {h100['flashinfer']:,.0f}.",
         f"share nothing are served at **{even:.3f}** of the faster one's rate",
         f"{agents[0]['count']} agent programs at once end in **{mean:.2f}** of the time",
     ):

@@ -178,6 +178,7 @@ def test_a_file_that_is_no_result_is_named(tmp_path, content, capsys):
                 "serving_h200",
                 "serving_rates_h200",
                 "serving_loads_h200",
+                "serving_h100",
                 "agents_h200",
                 "ttft_h200",
             ),
@@ -198,6 +199,7 @@ def test_a_file_that_is_no_result_is_named(tmp_path, content, capsys):
             (
                 "kernel_h200_pat20",
                 "kernel_h200_long",
+                "kernel_h100_row_tiles",
                 "policy_h200_fresh",
                 "policy_h200",
                 "policy_h200_packs",
@@ -207,6 +209,7 @@ def test_a_file_that_is_no_result_is_named(tmp_path, content, capsys):
                 "engine_h200_sglang_0.5.23",
                 "engine_h200_sglang_0.5.17",
                 "engine_h200_triton",
+                "engine_h100_sglang_0.5.17",
                 "engine_h100",
             ),
             (),
