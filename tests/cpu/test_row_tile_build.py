@@ -56,8 +56,8 @@ def tool(name, *args):
 SPILL = re.compile(r"\b(?:STL|LDL)\b")
 
 
-def spills(sass, instruction, times, loops):
-    """Spills in the shortest `loops` loops that have the instruction so many times."""
+def loops(sass, instruction, times):
+    """The loops that have the instruction so many times, the shortest first."""
     parts = re.split(r"^(\.L_x_\d+):", sass, flags=re.M)
     start, found, end = {}, [], 0
     for part in parts:
@@ -68,9 +68,15 @@ def spills(sass, instruction, times, loops):
                 found.append((start[jump[1]], end + jump.end()))
         end += len(part)
     text = "".join(parts)
-    loop_texts = [text[a:b] for a, b in found if text[a:b].count(instruction) >= times]
-    assert len(loop_texts) >= loops
-    return [len(SPILL.findall(loop)) for loop in sorted(loop_texts, key=len)[:loops]]
+    texts = [text[a:b] for a, b in found if text[a:b].count(instruction) >= times]
+    return sorted(texts, key=len)
+
+
+def spills(sass, instruction, times, count):
+    """Spills in the shortest `count` loops that have the instruction so many times."""
+    found = loops(sass, instruction, times)
+    assert len(found) >= count
+    return [len(SPILL.findall(loop)) for loop in found[:count]]
 
 
 SHAPES = {
@@ -103,9 +109,9 @@ def test_no_spills_and_hopper_instructions(shape, tmp_path):
     assert "LDGSTS.E.BYPASS.128" in sass, "rows are not copied 16 bytes a thread"
     if wide:  # what an item begins and ends with is not all in registers
         assert int(re.search(r"STACK:(\d+) .*LOCAL:0 ", usage)[1]) <= 128, usage
-        assert max(spills(sass, "HGMMA", 16 + 4, loops=2)) <= 1
+        assert max(spills(sass, "HGMMA", 16 + 4, count=2)) <= 1
         # K and V of 64 rows, and keys; none by Triton 3.6, some by 3.8
-        assert max(spills(sass, "LDGSTS", 2 * 16 + 1, loops=1)) <= 6
+        assert max(spills(sass, "LDGSTS", 2 * 16 + 1, count=1)) <= 6
     else:
         assert re.search(r"STACK:0 .*LOCAL:0 ", usage), usage
         assert not SPILL.search(sass), "registers are spilled"
@@ -114,6 +120,20 @@ def test_no_spills_and_hopper_instructions(shape, tmp_path):
     assert depends == ["ACQBULK", "PREEXIT"] * flags.get("pdl", False)
     # the merge waits for the counter, once a warpgroup
     assert ("CCTL.IVALL" in sass) == flags.get("fused_merge", True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads, group", [(8, 4), (1, 16)])
+def test_the_producer_does_not_wait_for_slots_that_it_has_just_asked_for(heads, group, tmp_path):
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(build(heads, group, 128).asm["cubin"])
+    # three blocks of keys, values (8 copies each) and masks
+    loop = loops(tool("nvdisasm", "-c", cubin), "LDGSTS", 3 * 17)[0]
+    asked = [int(r) for r in re.findall(r"LDG\.E\.128(?:\.CONSTANT)? R(\d+)", loop)]
+    assert len(asked) == 3
+    # a move would wait for the load
+    moved = {int(r) for r in re.findall(r"\bMOV(?:\.U32)? R\d+, (?:RZ, RZ, )?R(\d+)", loop)}
+    assert not moved & {r + i for r in asked for i in range(4)}
 
 
 @pytest.mark.slow
