@@ -83,7 +83,7 @@ def row_tile_kernel(
         tickets = gl.allocate_shared_memory(gl.int32, [2, BLOCK], FLAT)
         t_full, t_free = new_barriers(1), new_barriers(2)
     full, free = new_barriers(PRODUCERS), new_barriers(2)
-    k_full, k_free = full, free  # not used
+    k_full, k_free = full, free
     if HEAD_DIM > 128:
         k_full, k_free = new_barriers(PRODUCERS), new_barriers(2)
     rings = Rings(

@@ -160,10 +160,7 @@ def consume(
                 mbarrier.arrive(rings.q_free.index(WG), count=1)
             for i in range(num_blocks):
                 if (flags & (FOR_WARPGROUP << WG)) != 0:
-                    if LEAN:
-                        mbarrier.wait(rings.k_full.index(stage), phase)
-                    else:
-                        mbarrier.wait(rings.full.index(stage), phase)
+                    mbarrier.wait(rings.k_full.index(stage), phase)
                     k = rings.kv.index(2 * stage).permute((1, 0))
                     s = warpgroup_mma(q, k, z, use_acc=False, is_async=True)
                     if LEAN:

@@ -94,16 +94,12 @@ def copy_block(p_k, p_v, p_keys, p_next, slot, offs_d, stage, phase, rings, stri
     ok = slot >= 0  # elsewhere the address is not read
     to_k = times(slot, stride_k)
     to_v = times(slot, stride_v)
-    LEAN: gl.constexpr = S.HEAD_DIM > 128
-    if LEAN:
-        mbarrier.wait(rings.k_free.index(stage), phase ^ 1)
-    else:
-        mbarrier.wait(rings.free.index(stage), phase ^ 1)
+    mbarrier.wait(rings.k_free.index(stage), phase ^ 1)
     async_copy.async_copy_global_to_shared(
         rings.kv.index(2 * stage), p_k + to_k[:, None] + offs_d[None, :], mask=ok[:, None]
     )
     async_copy.async_copy_global_to_shared(rings.keys.index(stage), p_keys)
-    if LEAN:
+    if S.HEAD_DIM > 128:
         async_copy.mbarrier_arrive(rings.k_full.index(stage), increment_count=False)
         mbarrier.wait(rings.free.index(stage), phase ^ 1)
     async_copy.async_copy_global_to_shared(

@@ -75,7 +75,8 @@ class Shape:
 class Rings:
     """Shared memory: q [2, 64, D], kv [2 * STAGES, 64, D] with K in even and V in odd buffers, keys
     int32 [STAGES, 64], and mbarriers: what they guard is there (full) or may be overwritten (free).
-    full and free are a whole stage's; a ring of two stages passes K on by itself (k_full, k_free).
+    full and free are a whole stage's, and so are k_full and k_free but for head dim 256, whose two
+    stages pass K on by itself.
     tickets int32 [2, 64] of DYNAMIC kernels: a ticket, as often as a warpgroup likes to read it.
 
     Barriers of one allocation would be kept apart by a barrier of all four warps between any two
