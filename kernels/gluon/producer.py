@@ -27,7 +27,7 @@ from .shape import (
 
 
 @gluon.jit
-def copy_queries(q_ptr, p_queries, head, rows, turn, rings, q_phases, stride_q, S):
+def copy_queries(q_ptr, p_item, head, rows, turn, rings, q_phases, stride_q, S):
     """Queries of one item into the buffers of the warpgroups that run it; returns the phases."""
     # of head dim 256 few rows at a time: the slots of blocks fill the registers
     STEP: gl.constexpr = HALF_ROWS if S.HEAD_DIM <= 128 else 4 * S.PRODUCER_WARPS
@@ -40,7 +40,7 @@ def copy_queries(q_ptr, p_queries, head, rows, turn, rings, q_phases, stride_q, 
             for r in gl.static_range(0, HALF_ROWS, STEP):
                 row = offs_r + r + gl.where(rows > HALF_ROWS, w * HALF_ROWS, 0)
                 ok = row < rows
-                query = gl.load(p_queries + row // S.GROUP, mask=ok, other=0)
+                query = gl.load(p_item + I_QUERIES + row // S.GROUP, mask=ok, other=0)
                 i_head = head * S.GROUP + row % S.GROUP
                 p_q = q_ptr + query.to(gl.int64) * stride_q + i_head * S.HEAD_DIM
                 async_copy.async_copy_global_to_shared(
@@ -173,8 +173,9 @@ def produce(
             )
             stage, phase = advance(stage, phase, S.STAGES)
             if i == 0:
+                # behind the first block: the words that say which queries have arrived by then
                 q_phases = copy_queries(
-                    q_ptr, p_item + I_QUERIES, head, rows, turn, rings, q_phases, stride_q, S
+                    q_ptr, p_item, head, rows, turn, rings, q_phases, stride_q, S
                 )
             if i + 1 < num_blocks:
                 s1 = copy_block(
