@@ -8,6 +8,12 @@ import numpy as np
 from numba import njit
 
 from sgl_prefix_attn.kernels.gluon import words as W
+from sgl_prefix_attn.plan.row_tile_order import (
+    block_at,
+    masked_sequence,
+    order_blocks,
+    sides_of,
+)
 from sgl_prefix_attn.plan.row_tiles import (
     B_BOTH,
     B_MASKED,
@@ -124,8 +130,8 @@ def _serialize(
         unmasked, masked = blocks[t, B_UNMASKED], blocks[t, B_MASKED]
         growth = -(-queries * headroom // W.BLOCK)
         total = unmasked + masked
-        sides = _sides(blocks[t], queries * group > W.HALF_ROWS)
-        sequence = _masked_sequence(sides)
+        sides = sides_of(blocks[t], queries * group > W.HALF_ROWS)
+        sequence = masked_sequence(sides)
         taken_unmasked, taken = 0, 0
         for part in range(parts[t]):
             w = W.HEADER_WORDS + item * item_words
@@ -146,13 +152,13 @@ def _serialize(
             for i in range(queries):
                 words[w + W.I_QUERIES + i] = query[edge[t] + i]
             taken_masked = taken - taken_unmasked
-            _order_blocks(
+            order_blocks(
                 words, order, flags, item, rest, unmasked, sides, sequence,
                 taken_unmasked, end_unmasked, taken_masked, end - end_unmasked,
             )  # fmt: skip
             if last:
                 for i in range(growth):
-                    words[order + total + i] = _block_at(item, rest, count + i)
+                    words[order + total + i] = block_at(item, rest, count + i)
             flags += -(-count // W.FLAGS_PER_WORD)
             rest += max(0, count + (growth if last else 0) - W.PRE)
             taken, taken_unmasked = end, end_unmasked
@@ -207,85 +213,6 @@ def _serialize(
     words[W.H_NUM_SEGMENTS] = (segment - segments) // W.SEGMENT_WORDS
     # a CTA asks for the slots of a block PRE blocks ahead, also behind the last item's end
     return words[:segment].copy(), rest + W.PRE, num_partials, num_counters, longest
-
-
-@njit
-def _block_at(item, rest, b):
-    """Where block b of an item lies."""
-    return item * W.PRE + b if b < W.PRE else rest + b - W.PRE
-
-
-@njit
-def _sides(blocks, wide):
-    """int [masked]: which warpgroups each masked block is for, as its FLAGS have it."""
-    masked = blocks[B_MASKED]
-    sides = np.full(masked, W.FOR_BOTH, np.int32)
-    if wide:
-        end_both = blocks[B_BOTH]
-        end_first = end_both + blocks[B_SIDE0]
-        end = end_first + blocks[B_SIDE1]
-        for b in range(masked):
-            low, high = b * W.BLOCK, min((b + 1) * W.BLOCK, end)
-            if low >= end_both:
-                first = low < end_first
-                second = high > end_first
-                sides[b] = W.FOR_WARPGROUP * (1 * first + 2 * second)
-    return sides
-
-
-@njit
-def _masked_sequence(sides):
-    """Masked blocks in the order in which they are read: those for both halves of the tile, then
-    the one half's and the other's in turn."""
-    sequence = np.empty(sides.size, np.int32)
-    one = np.empty(sides.size, np.int32)
-    other = np.empty(sides.size, np.int32)
-    n, n_one, n_other = 0, 0, 0
-    for b in range(sides.size):
-        if sides[b] == W.FOR_BOTH:
-            sequence[n] = b
-            n += 1
-        elif sides[b] == W.FOR_WARPGROUP:
-            one[n_one] = b
-            n_one += 1
-        else:
-            other[n_other] = b
-            n_other += 1
-    total = n_one + n_other
-    for i in range(total):
-        before, after = i * n_one // total, (i + 1) * n_one // total
-        sequence[n + i] = one[before] if after > before else other[i - before]
-    return sequence
-
-
-@njit
-def _order_blocks(
-    words, order, flags, item, rest, unmasked, sides, sequence,
-    first_unmasked, end_unmasked, first_masked, end_masked,
-):  # fmt: skip
-    """Write ORDER and FLAGS of one part: its unmasked and masked blocks in turn, evenly spread."""
-    num_unmasked = end_unmasked - first_unmasked
-    count = num_unmasked + end_masked - first_masked
-    skipped0, skipped1 = 1, 1  # the first block is for both
-    for b in range(count):
-        before = (2 * b * num_unmasked + count) // (2 * count)
-        after = (2 * (b + 1) * num_unmasked + count) // (2 * count)
-        if after > before:
-            block = first_unmasked + before
-            flag = W.FOR_BOTH
-        else:
-            masked = sequence[first_masked + b - before]
-            block = unmasked + masked
-            flag = W.MASKED | sides[masked]
-        # no warpgroup may pass on two blocks in turn; masked scores of a whole block do no harm
-        if skipped0:
-            flag |= W.FOR_WARPGROUP
-        if skipped1:
-            flag |= W.FOR_WARPGROUP * 2
-        skipped0 = 0 if flag & W.FOR_WARPGROUP else 1
-        skipped1 = 0 if flag & (W.FOR_WARPGROUP * 2) else 1
-        words[order + block] = _block_at(item, rest, b)
-        words[flags + b // W.FLAGS_PER_WORD] |= flag << (b % W.FLAGS_PER_WORD * W.FLAG_BITS)
 
 
 @njit

@@ -10,7 +10,8 @@ from numba.core import caching
 from sgl_prefix_attn import jit
 
 PACKAGE = Path(jit.__file__).parent
-UNCACHED = {"plan/workqueue.py", "plan/row_tile_words.py"}  # they say why
+# they say why
+UNCACHED = {"plan/workqueue.py", "plan/row_tile_words.py", "plan/row_tile_order.py"}
 
 # A process whose numba finds no cache folder, as in a read-only installation without a home.
 NOWHERE = """
