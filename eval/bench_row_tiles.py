@@ -36,7 +36,7 @@ from sgl_prefix_attn.records import HeadConfig
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.bench_row_tiles", description=__doc__)
-    parser.add_argument("--trees", default="pat20", help="pat20, a file, or trees joined by ;")
+    parser.add_argument("--trees", default="pat20", help="pat20, or trees joined by ;")
     parser.add_argument("--heads", default="32/8", help="QO/KV heads, such as 32/8,64/8")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp16"])
@@ -45,20 +45,26 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--headroom", type=count, default=256, help="steps a plan may grow")
     parser.add_argument("--json", metavar="OUT", help="result file, written after every tree")
     args = parser.parse_args(argv)
+    try:
+        trees = parse_trees(args.trees)
+        configurations = [
+            (text, HeadConfig(*parse_heads(text), args.head_dim)) for text in args.heads.split(",")
+        ]
+    except ValueError as error:
+        parser.error(str(error))
     device = torch.device("cuda")
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     rates = rates_of(device)
     meta = provenance.collect("eval.bench_row_tiles", argv, device=str(device))
     rows: list[dict] = []
     wrong = 0
-    for text in args.heads.split(","):
-        heads = HeadConfig(*parse_heads(text), args.head_dim)
+    for text, heads in configurations:
         planner = RowTilePlanner(
             heads, num_sms=num_sms, rates=default_rates(device, heads, DTYPES[args.dtype], 1),
             headroom=args.headroom,
         )  # fmt: skip
         mine = []
-        for tree in parse_trees(args.trees):
+        for tree in trees:
             floor = floor_us(tree, heads, 2, rates)
             case = build_case(tree, heads, 1, DTYPES[args.dtype], device, 0, args.layout)
             cuts = _bench(case, planner, args.cuts)

@@ -1,4 +1,4 @@
-"""python -m eval.bench_stages: what each stage of the prefix kernels costs, by leaving others out.
+"""python -m eval.bench_stages: what each stage of the Triton kernels costs, by leaving others out.
 
 The same launches run over the same plan with some of its words blanked: without its merges, with
 only its tails' or only its shared items, or with nothing to do, which is what launching costs.

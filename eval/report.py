@@ -108,7 +108,7 @@ def _peer(name: str, sources: dict) -> str:
 
 
 def _engine_table(rows: list[dict]) -> str:
-    """Tabulate TPOT of each backend on each workload and its ratio to FlashInfer's."""
+    """Tabulate TPOT of each backend on each workload and its ratio to the baseline's."""
     backends = list(dict.fromkeys(row["backend"] for row in rows))
     places: dict[tuple, dict[str, str]] = {}
     for row in rows:
@@ -120,9 +120,9 @@ def _engine_table(rows: list[dict]) -> str:
         for (_, *place), cells in places.items()
     )
     columns = ("requests", "shared + private prompt", "page size", *backends)
-    return "TPOT, median, and its ratio to FlashInfer's in the same run.\n\n" + table(
-        columns, lines
-    )
+    baseline = next(row["backend"] for row in rows if row["ratio"] == 1)
+    head = f"TPOT, median, and its ratio to that of `{baseline}` in the same run.\n\n"
+    return head + table(columns, lines)
 
 
 def main(argv: list[str]) -> int:

@@ -2,7 +2,8 @@
 
 Every ablation of a tree runs the same requests over the same KV, is judged against fp64, and is
 timed in turn with the others (CUDA-graph replay over several KV pools, cold L2, median).
-`calibrated` is what a server runs on Hopper; `packs` are the Triton kernels.
+`calibrated` is the plan that a server runs on Hopper, launched in order; `dependent_launch` is
+launched as a server does, too; `packs` are the Triton kernels.
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ from sgl_prefix_attn.cli.named_gpus import KERNELS
 from sgl_prefix_attn.execute.backends.family import AUTO, TRITON
 
 DEFAULTS = {
-    "seeds": [101, 102, 103, 104, 105],
     "batches": 60,
     "kernels": AUTO,
     "heads": "32/8",
@@ -38,7 +37,10 @@ def main(argv: list[str]) -> int:
     """Return 1 only when no batch could be measured."""
     parser = _parser()
     args = parser.parse_args(argv)
-    given = {name: getattr(args, name) for name in DEFAULTS if getattr(args, name) is not None}
+    if not (args.seeds or args.stored):
+        parser.error("argument --seeds is needed, unless --from has them")
+    names = ("seeds", *DEFAULTS)
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     try:
         stored = provenance.load(args.stored) if args.stored else None
         if stored is None:
@@ -109,7 +111,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="default: what a server would use on this GPU",
     )
-    parser.add_argument("--seeds", type=several(count), help="101,102,103,104,105; not below 101")
+    parser.add_argument(
+        "--seeds", type=several(count), help="that nothing was chosen by; not below 101"
+    )
     parser.add_argument("--batches", type=count, help="of each seed (60)")
     parser.add_argument("--kernels", choices=KERNELS, help="of prefix steps (auto: a server's)")
     parser.add_argument("--heads", help="query/KV heads (32/8)")

@@ -9,7 +9,8 @@ contract:
     in the graph (or eager)            init_forward_metadata_in_graph   append this step's slots
     every layer                        forward_decode                   write KV, run the plan
 
-A decode graph exists in two variants, stock and prefix (variants.py); the step's decision chooses.
+A decode graph exists in two variants, stock and prefix (graph_variants.py); the step's decision
+chooses.
 Batch state lives here and never on the ForwardBatch: graph replay passes a copy of it.
 """
 

@@ -87,11 +87,11 @@ def test_the_readme_s_first_numbers_are_the_result_files():
     first_screen = page.partition(" ## ")[0]
     for said in (
         f"**{served['prefix']:,.0f} output tokens/s",
-        f"default serves {served['default']:,.0f}**",
+        f"default reaches {served['default']:,.0f}**",
         f"backend {served['flashinfer']:,.0f}.",
-        f"they are {h100['prefix']:,.0f}, {h100['default']:,.0f} and {h100['flashinfer']:,.0f}.",
-        f"share nothing are served at **{even:.3f}** of the faster one's rate",
-        f"{agents[0]['count']} agent programs at once end in **{mean:.2f}** of the time",
+        f"0.5.17: {h100['prefix']:,.0f}, {h100['default']:,.0f} and {h100['flashinfer']:,.0f}.",
+        f"With nothing shared, throughput is **{even:.3f}** times that of the faster one",
+        f"{agents[0]['count']} agent programs at once takes **{mean:.2f}** of the time",
     ):
         assert said in first_screen, said
     assert f"take {batch['shared8k']:.3f} of" in page

@@ -110,7 +110,7 @@ def test_the_meter_has_room_for_every_batch_of_the_setup(monkeypatch):
     new_meter = create_autospec(meters.BatchMeter)
     monkeypatch.setattr(meters, "BatchMeter", new_meter)
     given = {"dtype": "fp16", "page_size": 16, "pool_tokens": POOL}
-    setup = holdout.Setup(gpu=GPU, num_sms=SMS, **command.DEFAULTS | given)
+    setup = holdout.Setup(gpu=GPU, num_sms=SMS, **{"seeds": [101], **command.DEFAULTS, **given})
     planner = planner_of(calibration())
     assert holdout.gpu_meter(setup, planner) is new_meter.return_value
     new_meter.assert_called_once_with(
@@ -261,7 +261,7 @@ def requests_of(paths):
 
 
 def test_a_row_is_what_a_server_decides_in_its_first_step(calibration_file):
-    setup = holdout.Setup(gpu=GPU, num_sms=SMS, **command.DEFAULTS)
+    setup = holdout.Setup(gpu=GPU, num_sms=SMS, seeds=[101], **command.DEFAULTS)
     made = holdout.Holdout(setup, calibration_file)
     variants = set()
     for batch in draw(7, 40, POOL):
@@ -360,7 +360,7 @@ def test_without_a_file_it_is_the_calibration_of_a_server(tmp_path, monkeypatch)
     found = calibration(origin=origin(777))
     path = store.cache_folder() / store.file_name(KEY)
     save(found, path)
-    setup = holdout.Setup(gpu=GPU, num_sms=SMS, **command.DEFAULTS)
+    setup = holdout.Setup(gpu=GPU, num_sms=SMS, seeds=[101], **command.DEFAULTS)
     measured = holdout.Holdout(setup, None)
     assert measured.calibration == found and measured.calibration_seed == 777
     path.unlink()
@@ -377,9 +377,10 @@ def test_without_a_file_it_is_the_calibration_of_a_server(tmp_path, monkeypatch)
         (["--seeds=-1"], "seed"),
         (["--seeds", "101,100"], "seed 100 is not held out"),
         (["--seeds", "101,101"], "seeds must differ"),
-        (["--heads", "32"], "heads must be like 32/8"),
-        (["--heads", "64/8"], "it is for"),
-        (["--calibration", "nowhere.json"], "nowhere.json"),
+        ([], "--seeds is needed"),
+        (["--seeds=101", "--heads", "32"], "heads must be like 32/8"),
+        (["--seeds=101", "--heads", "64/8"], "it is for"),
+        (["--seeds=101", "--calibration", "nowhere.json"], "nowhere.json"),
         (["--from", "nowhere.json"], "nowhere.json"),
     ],
 )
