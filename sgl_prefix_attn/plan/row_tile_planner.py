@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import chain
 
 import numpy as np
 
@@ -22,7 +23,8 @@ from sgl_prefix_attn.plan.row_tile_words import RowTilePlan, serialize_row_tiles
 from sgl_prefix_attn.plan.row_tiles import Cut, RowTiles, make_tiles
 from sgl_prefix_attn.records import Forest, HeadConfig, PathTable
 
-# Cuts come widest first; one that takes so many times as long as the best before ends the search.
+# Tiles get narrower; a width at which every cut takes so many times as long as the best one before
+# ends the search.
 HOPELESS = 1.6
 
 
@@ -87,11 +89,12 @@ class RowTilePlanner:
         """The cuts up to where narrower tiles only read shared KV more often."""
         found: list[Cut] = []
         best = math.inf
-        for cut in self.cuts(forest):
-            if cut.us > HOPELESS * best:
+        for cuts in self._cuts_by_width(forest):
+            fastest = min(cut.us for cut in cuts)
+            if fastest > HOPELESS * best:
                 break
-            found.append(cut)
-            best = min(best, cut.us)
+            found += cuts
+            best = min(best, fastest)
         return found
 
     def warm_up(self) -> None:
@@ -108,11 +111,15 @@ class RowTilePlanner:
         """Every cut that is worth predicting: tile widths by halves, cut evenly, at the roots or,
         where requests have several queries, between requests; whole or split until every CTA has
         a ticket."""
+        return chain.from_iterable(self._cuts_by_width(forest))
+
+    def _cuts_by_width(self, forest: Forest) -> Iterator[list[Cut]]:
+        """The cuts of each width that has any of its own, widest first."""
         leaves = order_leaves(forest)
         queries = leaves.request.size
         if queries == 0:
             nothing = make_tiles(forest, leaves, np.zeros(1, np.int32), self.heads.group_size)
-            yield Cut(leaves, nothing, np.zeros(0, np.int64), np.zeros(0), self.rates.fixed)
+            yield [Cut(leaves, nothing, np.zeros(0, np.int64), np.zeros(0), self.rates.fixed)]
             return
         most = W.queries_per_tile(self.heads.group_size)
         unique_tokens = forest.unique_tokens
@@ -121,11 +128,14 @@ class RowTilePlanner:
             edges = [cut_evenly(queries, most), cut_at_roots(leaves.root, most)]
             if forest.query_lens is not None:
                 edges.append(cut_at_requests(leaves.after, most))
+            cuts: list[Cut] = []
             for edge in edges:
                 if edge.tobytes() not in seen:
                     seen.add(edge.tobytes())
                     tiles = make_tiles(forest, leaves, edge, self.heads.group_size)
-                    yield from self.split(unique_tokens, leaves, tiles)
+                    cuts += self.split(unique_tokens, leaves, tiles)
+            if cuts:
+                yield cuts
             most //= 2
 
     def split(self, unique_tokens: int, leaves: LeafOrder, tiles: RowTiles) -> Iterator[Cut]:

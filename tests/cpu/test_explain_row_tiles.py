@@ -120,7 +120,7 @@ def test_the_text_names_tiles_ctas_and_the_decision():
     console.print(row_tile_text.render(view))
     printed = console.file.getvalue()
     for part in (
-        "node 1: 768 tokens 1024:1792, requests 0-15", "0     0-31      32 x 4 heads  8960",
+        "node 1: 768 tokens 1024:1792, requests 0-15", "0     0-15      16 x 4 heads  4992",
         "16 items x 8 KV heads = 128 tickets", "132 CTAs: 128 busy", "unique 16896",
         "a server that runs row tiles would run prefix kernels (predicted_faster)",
     ):  # fmt: skip

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sgl_prefix_attn.calibrate.batches import draw
 from sgl_prefix_attn.execute import reference
 from sgl_prefix_attn.execute import row_tile_reference as oracle
 from sgl_prefix_attn.kernels.gluon import words as W
@@ -136,16 +137,15 @@ def test_no_requests():
     assert plan.num_items == 0 and plan.words[W.H_BATCH] == 0
 
 
-@given(path_tables(max_batch=40), st.sampled_from(HEADS))
-@settings(max_examples=40, deadline=None)
-def test_the_planner_takes_about_the_best_cut(paths, heads):
-    """It may end its search early, and what it leaves out is not much better."""
-    made = planner(heads)
-    forest = build_forest(paths)
-    cuts = list(made.cuts(forest))
-    items = made.plan(paths).num_items
-    mine = min(cut.us for cut in cuts if cut.parts.sum() == items)
-    assert mine <= 1.02 * min(cut.us for cut in cuts)
+@pytest.mark.parametrize("heads", [(32, 8), (32, 4), (8, 1)])
+def test_the_planner_takes_about_the_best_cut(heads):
+    """It may end its search early, and what it leaves out is not much better: also with few KV
+    heads, where tiles must be narrow or split for all SMs to have work."""
+    made = RowTilePlanner(HeadConfig(*heads, 128), num_sms=132)
+    for batch in draw(11, 60, pool_tokens=450_000):
+        forest = build_forest(batch.paths)
+        best = min(cut.us for cut in made.cuts(forest))
+        assert made.plan_forest(forest).predicted_us <= 1.02 * best, batch.name
 
 
 @given(path_tables(max_batch=40), st.sampled_from(HEADS))
