@@ -34,6 +34,6 @@ def find_graph_backend(runner):
     """Return the backend whose prefix kernels this runner's decode graphs can hold, or None."""
     if runner.enable_pdmux:
         return None
-    backend = find_backend(runner.model_runner)
+    backend = find_backend(runner.model_runner, runner.attn_backend)
     mode = runner.capture_forward_mode
     return backend if backend is not None and backend.can_capture(mode) else None

@@ -11,7 +11,7 @@ WHY = "a cross-checked step (SGL_PREFIX_ATTN_CHECK) runs both backends; a graph 
 
 def hook(original, runner, forward_batch):
     """Answer can_run_graph with no for a step that our backend has to run eagerly."""
-    backend = find_backend(runner.model_runner)
+    backend = find_backend(runner.model_runner, runner.attn_backend)
     if backend is not None and backend.needs_eager_step:
         return False
     return original(runner, forward_batch)

@@ -18,6 +18,7 @@ from sgl_prefix_attn.engine.asked_tokens import asked
 from sgl_prefix_attn.engine.build import Execution, padding_plan
 from sgl_prefix_attn.engine.cross_check import check_layer
 from sgl_prefix_attn.engine.planned_layer import attend, must_raise, option_of, write_kv
+from sgl_prefix_attn.engine.ranks import agreement
 from sgl_prefix_attn.execute.backends.choice import row_tile_backend
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.metrics.counters import StepCounters
@@ -80,6 +81,7 @@ def build_extends(
         counters,
         predictor=None if device.type == "cpu" else PrefillTime(heads),
         problem=model_facts.unsupported_extend(runner),
+        agree=agreement(),
     )
     logger.info("--attention-backend prefix: extend batches with shared prefixes run row tiles")
     if model_facts.speculative(runner.server_args) not in (None, "speculative:NGRAM"):
@@ -135,8 +137,8 @@ class Extends:
         self._verifies = forward_batch.forward_mode.is_target_verify()
         try:
             batch_asks = asked(forward_batch)
-        except Exception:  # attention is local to a rank: the others need not know
-            logger.exception("a batch of an unknown shape runs stock attention")
+        except Exception as error:
+            self._preparer.unreadable(error, self._verifies)
             return
         if batch_asks is None:
             return
@@ -144,7 +146,7 @@ class Extends:
         against = against or (graph_problem if self._verifies else self._prefill_graph)
         reqs, tree_cache = schedule_batch.reqs, schedule_batch.tree_cache
         batch = RunningBatch(reqs, tree_cache, seq_lens, self._req_to_token)
-        step = self._preparer.prepare(batch, query_lens, against)
+        step = self._preparer.prepare(batch, query_lens, against, self._verifies)
         if step.is_prefix:
             self.observed, self._num_queries = step, int(query_lens.sum())
 

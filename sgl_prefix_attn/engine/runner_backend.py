@@ -4,8 +4,11 @@ Imports nothing of SGLang until it is called: the hooks load this at plugin regi
 """
 
 
-def find_backend(model_runner):
+def find_backend(model_runner, backend=None):
     """Return the PrefixAttnBackend that this runner decodes with, or None.
+
+    backend  the one that a graph runner captures with, which need not be the model's own: adaptive
+             speculative decoding captures graphs for backends that it changes to later
 
     SGLang wraps a prefill and a decode backend into HybridAttnBackend. Any other wrapper (two-batch
     overlap, hybrid linear attention) is not ours: behind it, steps stay stock.
@@ -14,7 +17,7 @@ def find_backend(model_runner):
 
     if model_runner.is_draft_worker:
         return None
-    backend = getattr(model_runner, "attn_backend", None)
+    backend = backend or getattr(model_runner, "attn_backend", None)
     if backend is not None and type(backend).__name__ == "HybridAttnBackend":
         backend = backend.decode_backend
     return backend if isinstance(backend, PrefixAttnBackend) else None

@@ -57,6 +57,9 @@ class ExtendPreparer:
     check_size raises PlanTooLarge for a plan that the executor's workspace does not hold
     predictor  of stock prefill, None: plans run wherever anything is shared
     problem    why no batch can run a plan, or None
+    agree      whether all tensor-parallel ranks pass True; every rank calls it for each batch that
+               verifies: a decode graph of it must be of one variant on all of them. Other batches
+               run eagerly, and their attention is local to a rank
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class ExtendPreparer:
         *,
         predictor: PrefillPredictor | None = None,
         problem: str | None = None,
+        agree: Callable[[bool], bool] = lambda ok: ok,
     ):
         self._settings = settings
         self._planner = planner
@@ -75,30 +79,30 @@ class ExtendPreparer:
         self._counters = counters
         self._predictor = predictor
         self._problem = problem
+        self._agree = agree
         self._prefix_batches = 0
 
     def prepare(
-        self, batch: RunningBatch, query_lens: np.ndarray, against: str | None = None
+        self,
+        batch: RunningBatch,
+        query_lens: np.ndarray,
+        against: str | None = None,
+        verifies: bool = False,
     ) -> Step:
         """Prepare the batch about to run.
 
         query_lens  int32 [B]: new tokens of each request
         against     what else stands against a plan of this batch
+        verifies    it verifies drafts
         """
         plan = None
         try:
             with self._counters.evaluation():
                 decision, plan = self._evaluate(batch, query_lens, against)
-        except Exception as error:  # attention is local to a rank: the others need not know
-            decision = Decision(STOCK, reason_of(error))
-            self._counters.log_once(
-                f"extend_{decision.reason}",
-                logging.ERROR,
-                "extend batches fall back to stock attention (%s): %s",
-                decision.reason,
-                error,
-                exc_info=error,
-            )
+        except Exception as error:
+            decision = self._fallback(reason_of(error), error)
+        if verifies and not self._agree(plan is not None) and plan is not None:
+            decision, plan = Decision(STOCK, "other_rank"), None
         self._counters.extend(decision)
         check = False
         if plan is not None and self._settings.check:
@@ -106,9 +110,26 @@ class ExtendPreparer:
             check = self._prefix_batches % self._settings.check_every == 0
         return Step(decision, plan, cross_check=check)
 
+    def unreadable(self, error: Exception, verifies: bool) -> None:
+        """Note that a batch runs stock attention because what it asks could not be told."""
+        self._counters.extend(self._fallback("unknown_batch", error))
+        if verifies:
+            self._agree(False)
+
     def only_stock(self, reason: str) -> None:
         """Let no batch from now on run a plan."""
         self._problem = reason
+
+    def _fallback(self, reason: str, error: Exception) -> Decision:
+        self._counters.log_once(
+            f"extend_{reason}",
+            logging.ERROR,
+            "extend batches fall back to stock attention (%s): %s",
+            reason,
+            error,
+            exc_info=error,
+        )
+        return Decision(STOCK, reason)
 
     def _evaluate(
         self, batch: RunningBatch, query_lens: np.ndarray, against: str | None

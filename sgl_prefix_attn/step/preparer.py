@@ -167,7 +167,8 @@ class StepPreparer:
                     plan = self._evaluate(facts, cause, batch, reader)
         except Exception as error:
             fault = error
-        # Ranks share requests, lengths and calibration, so they get here at the same steps.
+        # Ranks share requests, lengths and calibration, so they get here at the same steps. So
+        # does a fault before there is a cause: what is compared is the same on all of them.
         if cause is not None or fault is not None or self.settings.check:
             if not self._agree(fault is None):
                 self.lifetime.invalidate("fault")

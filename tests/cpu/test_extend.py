@@ -55,6 +55,28 @@ def test_what_is_shared_is_read_once_by_a_plan_of_its_own_for_each_batch():
     assert steps._counters.extends == {Decision("prefix", "default"): 2}
 
 
+def test_ranks_verify_over_a_plan_only_together():
+    """Graphs of verification are captured with all-reduces: one variant on all ranks."""
+    answers = iter([True, False, False])
+    told = []
+
+    def others(ok):
+        told.append(ok)
+        return ok and next(answers)
+
+    steps = preparer(agree=others)
+    batch, lens = shared_world().batch(0), np.ones(4, np.int32)
+    batch = batch._replace(seq_lens=batch.seq_lens + 1)
+    assert steps.prepare(batch, lens, verifies=True).is_prefix
+    alone = steps.prepare(batch, lens, verifies=True)
+    assert alone.decision == Decision("stock", "other_rank") and alone.new_plan is None
+    assert not steps.prepare(batch, lens, "verify_tree", verifies=True).is_prefix
+    steps.unreadable(ValueError("a draft of an unknown kind"), verifies=True)
+    assert told == [True, True, False, False], "every batch that verifies, on every rank"
+    assert steps.prepare(batch, lens).is_prefix and len(told) == 4, "others are local to a rank"
+    assert steps._counters.extends[Decision("stock", "unknown_batch")] == 1
+
+
 def test_what_shares_nothing_is_stock_unless_forced():
     world = World()
     for i in range(4):

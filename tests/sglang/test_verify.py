@@ -8,6 +8,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 
+from sgl_prefix_attn.engine.backend import PrefixAttnBackend
 from sgl_prefix_attn.execute.reference import full_attention
 from sgl_prefix_attn.records import Decision
 from sgl_prefix_attn.settings import Settings
@@ -214,6 +215,24 @@ def test_padding_rows_of_a_replay_are_zero(server, monkeypatch):
     out = runner._forward(None, None, padded).next_token_logits
     rows = len(batch.out_cache_loc)
     assert out[:rows].isfinite().all() and (out[rows:] == 0).all()
+
+
+def test_graphs_are_captured_for_the_backend_that_will_replay_them(server):
+    """Adaptive drafts: SGLang captures graphs for a second backend while the model still has the
+    first, and changes to it later."""
+    first = VerifyRunner(server)
+    first.capture()
+    model, before = server.runner, server.backend
+    model.attn_backend = PrefixAttnBackend(model, Settings(headroom=8, prefill=True))
+    second = VerifyRunner(server)
+    server.backend, model.attn_backend = model.attn_backend, before
+    server._trace_prefix_kernels(server.backend._extends._executor)
+    second.capture()
+    assert labels(second) == labels(first)
+    model.attn_backend = server.backend
+    batch, q, out, replayed = second.verify(1)
+    torch.testing.assert_close(out, expected(server, q, batch), rtol=1e-5, atol=1e-5)
+    assert replayed and second._replay_graph_key.variant_label == "prefix"
 
 
 def test_a_size_without_a_prefix_graph_is_stock(monkeypatch):
