@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import NamedTuple
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 from sgl_prefix_attn.plugin import hooks
 from sgl_prefix_attn.plugin import versions as releases
 from sgl_prefix_attn.records import HeadConfig
@@ -115,9 +118,6 @@ def _unmet(versions: dict[str, str | None]) -> dict[str, str]:
     """SGLang's requirements of packages in `versions` that these do not meet."""
     if versions["sglang"] is None:
         return {}
-    from packaging.requirements import Requirement  # SGLang requires it
-    from packaging.utils import canonicalize_name
-
     unmet: dict[str, str] = {}
     for requirement in map(Requirement, metadata.requires("sglang") or ()):
         name = canonicalize_name(requirement.name)

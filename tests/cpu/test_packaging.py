@@ -1,5 +1,7 @@
 """The wheel holds the tree, the entry points resolve, importing the package stays cheap."""
 
+import ast
+import re
 import subprocess
 import sys
 import zipfile
@@ -47,6 +49,27 @@ def test_wheel_holds_exactly_the_tree(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert names == shipped_files()
+
+
+def test_every_import_is_of_a_declared_package():
+    """Of what may run without SGLang, whose own requirements hide what is missing."""
+    with_sglang = {"engine", "patches", "cpu"}
+    files = [
+        path for path in (ROOT / "sgl_prefix_attn").rglob("*.py")
+        if path.relative_to(ROOT / "sgl_prefix_attn").parts[0] not in with_sglang
+    ]  # fmt: skip
+    files += (ROOT / "kernels").rglob("*.py")
+    imported = set()
+    for node in (node for path in files for node in ast.walk(ast.parse(path.read_text()))):
+        if isinstance(node, ast.Import):
+            imported |= {name.name.partition(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            imported.add(node.module.partition(".")[0])
+    assert {"torch", "numba", "packaging"} <= imported
+    text = (ROOT / "pyproject.toml").read_text()
+    declared = re.findall(r'"([\w-]+)', text.partition("\ndependencies = [")[2].partition("\n]")[0])
+    optional = {"sglang", "flashinfer", "matplotlib"}
+    assert imported <= {*sys.stdlib_module_names, *declared, *optional, "sgl_prefix_attn"}
 
 
 def test_wheel_metadata(wheel):
