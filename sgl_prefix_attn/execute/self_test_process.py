@@ -29,6 +29,14 @@ NOT_TRIED = 75  # exit status of the process where the device has no room for it
 # Importing torch and compiling take most of it, on a busy host several times as long.
 DEADLINE_S = 180.0
 _COMMAND = [sys.executable, "-m", "sgl_prefix_attn.execute.self_test"]
+# What a verdict is about besides kernels/gluon: launches, the words that the kernels read, the test
+# itself. By path: not every Triton can import them.
+_AROUND_KERNELS = (
+    "execute/backends/gluon_backend.py",
+    "execute/self_test.py",
+    "plan/row_tile_order.py",
+    "plan/row_tile_words.py",
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,7 @@ class Subject:
     """What is tried: row tiles of one shape on one kind of GPU.
 
     versions  of the packages that compile and launch the kernels
-    kernels   digest of the kernels' sources
+    kernels   code_digest() of the kernels and of what runs them
     """
 
     gpu: str
@@ -50,7 +58,7 @@ class Subject:
     def of(
         cls, gpu: str, heads: HeadConfig, dtype: str, soft_cap: float, versions: Mapping[str, str]
     ) -> Subject:
-        return cls(gpu, heads, dtype, soft_cap, dict(versions), kernel_revision())
+        return cls(gpu, heads, dtype, soft_cap, dict(versions), code_digest())
 
     def __str__(self) -> str:
         heads = f"{self.heads.num_qo_heads}/{self.heads.num_kv_heads} heads"
@@ -87,10 +95,13 @@ class Verdict:
         return verdict
 
 
-def kernel_revision() -> str:
-    """Digest of the sources of the row-tile kernels: other sources are other kernels."""
+def code_digest() -> str:
+    """Digest of the sources of the row-tile kernels and of what plans, launches and tries them:
+    with others they may pass or hang where these did not."""
+    package = Path(__file__).parents[1]
+    kernels = sorted(Path(words.__file__).parent.glob("*.py"))
     digest = hashlib.sha256()
-    for path in sorted(Path(words.__file__).parent.glob("*.py")):
+    for path in (*kernels, *(package / name for name in _AROUND_KERNELS)):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -140,7 +151,7 @@ def failures(folder: Path, gpu: str, versions: Mapping[str, str]) -> list[tuple[
             continue
         subject = verdict.subject
         here = (subject.gpu, subject.versions, subject.kernels)
-        if verdict.why_not is not None and here == (gpu, dict(versions), kernel_revision()):
+        if verdict.why_not is not None and here == (gpu, dict(versions), code_digest()):
             found.append((path, verdict))
     return found
 

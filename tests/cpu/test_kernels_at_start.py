@@ -148,6 +148,17 @@ def test_the_process_says_that_it_has_no_room(error, monkeypatch, capsys):
     assert capsys.readouterr().out == f"{error.__name__}: out of memory\n"
 
 
+def test_a_device_that_fills_up_during_the_test_has_no_room(monkeypatch, capsys):
+    def full(*args):
+        raise torch.OutOfMemoryError("out of memory\nand much more")
+
+    monkeypatch.setattr(TorchRowTiles, "forward", full)
+    subject = self_test_process.Subject.of("cpu", HEADS, "float32", 0.0, {})
+    arguments = [orjson.dumps(asdict(subject)).decode(), "cpu"]
+    assert self_test.main(arguments) == self_test_process.NOT_TRIED
+    assert capsys.readouterr().out == "OutOfMemoryError: out of memory\n"
+
+
 def test_a_process_that_does_not_start_is_a_failure(trying, caplog, monkeypatch):
     trying("")
     monkeypatch.setattr(self_test_process, "_COMMAND", ["/no/such/python"])
@@ -196,12 +207,32 @@ def test_a_verdict_is_for_its_versions_kernels_and_layers_alone(trying, caplog, 
     trying(FAILS)
     assert start(caplog)[1]
     with monkeypatch.context() as changed:
-        changed.setattr(self_test_process, "kernel_revision", lambda: "another")
+        changed.setattr(self_test_process, "code_digest", lambda: "another")
         assert not start(caplog)[1]
     with monkeypatch.context() as changed:
         changed.setattr(build, "versions", lambda: {"triton": "9.9"})
         assert not start(caplog)[1]
     assert not start(caplog, soft_cap=30.0)[1]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "kernels/gluon/consumer.py",
+        "execute/backends/gluon_backend.py",
+        "execute/self_test.py",
+        "plan/row_tile_order.py",
+        "plan/row_tile_words.py",
+    ],
+)
+def test_a_verdict_is_for_the_code_that_was_tried(name, monkeypatch):
+    read, here = Path.read_bytes, self_test_process.code_digest()
+
+    def changed(path):
+        return read(path) + b"# changed" * str(path).endswith(name)
+
+    monkeypatch.setattr(Path, "read_bytes", changed)
+    assert self_test_process.code_digest() != here
 
 
 def test_without_a_folder_for_verdicts_each_start_tries(trying, caplog, monkeypatch, tmp_path):
