@@ -11,7 +11,7 @@ from . import words as W
 BLOCK = tl.constexpr(W.BLOCK)
 H_BATCH, H_STEPS = tl.constexpr(W.H_BATCH), tl.constexpr(W.H_STEPS)
 H_HEADROOM, H_GROWTHS = tl.constexpr(W.H_HEADROOM), tl.constexpr(W.H_GROWTHS)
-H_SEGMENTS, H_NUM_SEGMENTS = tl.constexpr(W.H_SEGMENTS), tl.constexpr(W.H_NUM_SEGMENTS)
+H_SEGMENTS = tl.constexpr(W.H_SEGMENTS)
 SEGMENT_WORDS, GROWTH_WORDS = tl.constexpr(W.SEGMENT_WORDS), tl.constexpr(W.GROWTH_WORDS)
 S_ORDER, S_COLUMN = tl.constexpr(W.S_ORDER), tl.constexpr(W.S_COLUMN)
 S_REQUEST, S_START = tl.constexpr(W.S_REQUEST), tl.constexpr(W.S_START)

@@ -73,8 +73,10 @@ def item_words(group_size: int) -> int:
 
 # --- FLAGS --------------------------------------------------------------------------------------
 # Block b's four bits are bits 4 * (b % 8) and up of word I_FLAGS + b // 8. The first block of an
-# item is for both warpgroups, and neither has to pass on two blocks in turn: it holds a block's
-# values until its next own block, and a ring of two stages could not move on.
+# item is for both warpgroups, and neither has to pass on two blocks in turn. Up to head dim 128 it
+# holds a block's values until its next own block: that one, those passed on in between and the one
+# held need a stage each, or the ring cannot move on. With one in between any ring of three stages
+# will do. (Head dim 256 has two stages, and holds no values beyond their own block.)
 FLAG_BITS = 4
 FLAGS_PER_WORD = 8
 MASKED = 1

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .. import layout as L
 
-SEGMENTS, NUM_SEGMENTS = tl.constexpr(L.H_SEGMENTS), tl.constexpr(L.H_NUM_SEGMENTS)
+SEGMENTS = tl.constexpr(L.H_SEGMENTS)
 BATCH, TAILS = tl.constexpr(L.H_BATCH), tl.constexpr(L.H_TAILS)
 SEGMENT_WORDS, TAIL_WORDS = tl.constexpr(L.SEGMENT_WORDS), tl.constexpr(L.TAIL_WORDS)
 S_DST, S_ROW = tl.constexpr(L.S_DST), tl.constexpr(L.S_ROW)

@@ -120,8 +120,8 @@ def find(
     conservative  the same of another head dim, whose stock kernels are others; without a shipped
                   file rates by the GPU's name, coefficients of a shipped H100 or the tables' own
 
-    Versions that differ from package_versions (default: those installed) are a warning. Files that
-    are refused are named in the message, and the search goes on.
+    Versions that differ from package_versions (default: those installed) are a warning. The search
+    goes on behind files that are refused; the message names them unless a measurement is used.
     """
     here = versions() if package_versions is None else package_versions
     folders = folders or Folders.default()

@@ -12,7 +12,7 @@ from sgl_prefix_attn.records import HeadConfig, StepPlan
 
 
 class TorchBackend:
-    """KernelBackend of any device; reads the device, so it cannot be captured in a graph."""
+    """KernelBackend of CPUs; branches on what tensors hold, so no graph can capture it."""
 
     layout_version: ClassVar[int] = layout.VERSION
     capabilities: ClassVar[Capabilities] = Capabilities(
