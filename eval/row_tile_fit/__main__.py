@@ -4,8 +4,9 @@
 file. `fit` reads it on any machine, prints the rates of plan/row_tile_time.py that describe all of
 it best, and how a fit to all head configurations but one does on that one: the time of the cuts
 that it chooses over the best measured. Up to 1.02, one file per GPU is enough. Of a single head
-configuration, a fifth of the batches is left out in turn. `trees` says how near today's rates come
-to what eval.bench_kernel measured.
+configuration, a fifth of the batches is left out in turn. `picks` says the same of the cuts that
+the planner's own search finds with today's rates, and `trees` how near these come to what
+eval.bench_kernel measured.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ import torch
 
 from eval import provenance
 from eval.cli_values import amount, several
-from eval.row_tile_fit import fitting, measure, samples, tree_times
+from eval.row_tile_fit import fitting, measure, picks, samples, tree_times
 from sgl_prefix_attn.calibrate.batches import draw
 from sgl_prefix_attn.cli.model_heads import parse_heads
 from sgl_prefix_attn.plan.costs import GPU_RATES, known_rates
+from sgl_prefix_attn.plan.row_tile_time import RowTileRates
 from sgl_prefix_attn.predict.row_tile_rates import rates_of_gpu
 from sgl_prefix_attn.records import HeadConfig
 
@@ -44,6 +46,8 @@ def main(argv: list[str]) -> int:
     make = commands.add_parser("fit", help="on any machine")
     make.add_argument("--jsonl", type=Path, required=True, metavar="FILE")
     make.add_argument("--json", metavar="OUT", help="result file: rates and judgements")
+    search = commands.add_parser("picks", help="on any machine")
+    search.add_argument("--jsonl", type=Path, required=True, metavar="FILE")
     near = commands.add_parser("trees", help="on any machine")
     near.add_argument("results", nargs="+", metavar="JSON", help="of eval.bench_kernel")
     near.add_argument("--provider", default="prefix", help="that ran row tiles there (prefix)")
@@ -53,6 +57,8 @@ def main(argv: list[str]) -> int:
     try:
         if args.command == "trees":
             return _trees(args)
+        if args.command == "picks":
+            return _picks(samples.read(args.jsonl))
         return _fit(samples.read(args.jsonl), args.json, argv)
     except (OSError, ValueError) as error:
         parser.error(str(error))
@@ -64,8 +70,8 @@ def _sample(args) -> int:
     all_heads = [HeadConfig(*heads, args.head_dim) for heads in args.heads]
     print(f"compiling for {len(all_heads)} head configurations", flush=True)
     measure.compile_all(all_heads, gpu)
-    # the same for all of them, more than there is time for
-    drawn = draw(args.seed, 400, measure.POOL_TOKENS)
+    # the same for all of them
+    drawn = draw(args.seed, measure.MOST_BATCHES, measure.POOL_TOKENS)
     batches = {f"{args.seed}:{i}": batch for i, batch in enumerate(drawn)}
     for heads in all_heads:
         seconds = args.seconds / len(all_heads)
@@ -78,15 +84,8 @@ def _sample(args) -> int:
 
 
 def _fit(found: list[samples.Sample], path: str | None, argv: list[str]) -> int:
-    gpus = {sample.gpu for sample in found}
-    if len(gpus) > 1:
-        raise ValueError(f"--jsonl: samples of several GPUs, {', '.join(sorted(gpus))}")
-    head_dims = {sample.head_dim for sample in found}
-    if len(head_dims) > 1:
-        raise ValueError(f"--jsonl: samples of several head dims, {sorted(head_dims)}")
-    gpu = gpus.pop()
-    bandwidth = (known_rates(gpu) or GPU_RATES["H100"]).bandwidth
-    today = rates_of_gpu(gpu, bandwidth, head_dims.pop())
+    gpu, head_dim = _one_gpu(found)
+    today = _todays_rates(gpu, head_dim)
     rates = fitting.fit(found, today)
     left_out = fitting.leave_one_out(found, today)
     rows = []
@@ -110,6 +109,32 @@ def _fit(found: list[samples.Sample], path: str | None, argv: list[str]) -> int:
         meta = provenance.collect("eval.row_tile_fit", argv, sampled_on=gpu)
         provenance.save(path, meta, rows, rates=vars(rates))
     return 0 if worst <= ENOUGH else 1
+
+
+def _picks(found: list[samples.Sample]) -> int:
+    gpu, head_dim = _one_gpu(found)
+    for one in picks.picks(found, _todays_rates(gpu, head_dim)):
+        print(
+            f"{one.heads:6} picked over fastest {one.mean:.4f}, worst {one.worst:.2f}  "
+            f"({one.timed} of {one.batches} batches have a time of what is picked)"
+        )
+    return 0
+
+
+def _one_gpu(found: list[samples.Sample]) -> tuple[str, int]:
+    """The GPU and head dim of samples; ValueError where there are several."""
+    gpus = {sample.gpu for sample in found}
+    if len(gpus) > 1:
+        raise ValueError(f"--jsonl: samples of several GPUs, {', '.join(sorted(gpus))}")
+    head_dims = {sample.head_dim for sample in found}
+    if len(head_dims) > 1:
+        raise ValueError(f"--jsonl: samples of several head dims, {sorted(head_dims)}")
+    return gpus.pop(), head_dims.pop()
+
+
+def _todays_rates(gpu: str, head_dim: int) -> RowTileRates:
+    bandwidth = (known_rates(gpu) or GPU_RATES["H100"]).bandwidth
+    return rates_of_gpu(gpu, bandwidth, head_dim)
 
 
 def _trees(args) -> int:

@@ -23,6 +23,7 @@ from sgl_prefix_attn.plan.row_tiles import Cut
 from sgl_prefix_attn.records import HeadConfig
 
 POOL_TOKENS = 256 << 10
+MOST_BATCHES = 400  # that are drawn of a seed: more than there is time for
 _COLD_BYTES = 200e6  # that a graph reads, four times the L2 cache
 _CUTS = 4  # of each batch: those predicted best, and some that the planner leaves
 

@@ -75,7 +75,7 @@ class RowTilePlanner:
         fastest of all, which is too large, where none does."""
         too_large: RowTilePlan | None = None
         blocks = 0
-        for cut in sorted(self._promising(forest), key=lambda cut: cut.us):
+        for cut in sorted(self.promising(forest), key=lambda cut: cut.us):
             # one that reads no less than one that does not fit would not fit either
             if too_large is None or cut.num_blocks < blocks:
                 plan = self.serialize(forest, cut)
@@ -85,8 +85,9 @@ class RowTilePlanner:
         assert too_large is not None, "every step can be cut"
         return too_large
 
-    def _promising(self, forest: Forest) -> list[Cut]:
-        """The cuts up to where narrower tiles only read shared KV more often."""
+    def promising(self, forest: Forest) -> list[Cut]:
+        """The cuts up to where narrower tiles only read shared KV more often: the search of
+        plan_forest."""
         found: list[Cut] = []
         best = math.inf
         for cuts in self._cuts_by_width(forest):

@@ -9,7 +9,7 @@ import torch
 
 from eval.bench_kernel.trees import parse_trees
 from eval.row_tile_fit import __main__ as command
-from eval.row_tile_fit import fitting, measure, samples
+from eval.row_tile_fit import fitting, measure, picks, samples
 from eval.row_tile_fit.samples import Sample
 from sgl_prefix_attn.calibrate.batches import Batch, draw
 from sgl_prefix_attn.execute.backends import gluon_backend
@@ -52,6 +52,23 @@ def test_a_sample_is_predicted_as_its_cut_is():
     for cut in planner.cuts(forest):
         one = Sample.of("GPU", 132, heads, "", forest.unique_tokens, cut, 1.0)
         assert one.predicted_us(planner.rates) == cut.us
+
+
+def test_a_search_that_ends_early_is_told_by_measured_times(found, monkeypatch):
+    for one in picks.picks(found, TRUE):
+        assert one.timed >= 0.9 * one.batches == 0.9 * 25 and one.worst <= 1.02
+    first = RowTilePlanner.promising
+    monkeypatch.setattr(RowTilePlanner, "promising", lambda *args: first(*args)[:1])
+    assert picks.picks(found, TRUE)[2].mean > 1.1, "of one KV head few tiles may stay whole"
+    with pytest.raises(ValueError, match="batch 1:3 is drawn otherwise"):
+        picks.picks([replace(found[0], batch="1:3")], TRUE)
+
+
+def test_picks_are_printed(found, tmp_path, capsys):
+    path = tmp_path / "samples.jsonl"
+    samples.write(path, found[:20])
+    assert command.main(["picks", "--jsonl", str(path)]) == 0
+    assert "32/8   picked over fastest" in capsys.readouterr().out
 
 
 def test_trees_are_predicted_as_their_plans_are(tmp_path, capsys):
