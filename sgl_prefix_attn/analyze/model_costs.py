@@ -49,24 +49,32 @@ def llama_8b(heads: HeadConfig, tp: int) -> Model:
 def model_of(config: Mapping[str, Any], heads: HeadConfig, tp: int) -> Model:
     """Count a Hugging Face config's weights; `heads` are those of one of `tp` ranks.
 
-    Raises KeyError for a field that it lacks.
+    Raises KeyError for a field that it lacks, ValueError naming one that is no size.
     """
-    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    hidden, layers = _size(config, "hidden_size"), _size(config, "num_hidden_layers")
     attention = 2 * hidden * heads.head_dim * (heads.num_qo_heads + heads.num_kv_heads) * tp
     experts = next(
-        (config[name] for name in ("num_experts", "n_routed_experts", "num_local_experts")
+        (_size(config, name) for name in ("num_experts", "n_routed_experts", "num_local_experts")
          if config.get(name)), 1,
     )  # fmt: skip
-    chosen = config.get("num_experts_per_tok") or 1
-    wide = config.get("moe_intermediate_size") if experts > 1 else None
-    product = 3 * hidden * (wide or config["intermediate_size"])
-    rest = hidden * config["vocab_size"]
+    chosen = _size(config, "num_experts_per_tok") if config.get("num_experts_per_tok") else 1
+    is_wide = experts > 1 and config.get("moe_intermediate_size")
+    wide = _size(config, "moe_intermediate_size" if is_wide else "intermediate_size")
+    product = 3 * hidden * wide
+    rest = hidden * _size(config, "vocab_size")
     return Model(
         layers=layers,
         heads=heads,
         weights=(layers * (attention + experts * product) + rest) / tp,
         active=(layers * (attention + min(chosen, experts) * product) + rest) / tp,
     )
+
+
+def _size(config: Mapping[str, Any], name: str) -> int:
+    value = config[name]
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    return value
 
 
 def costs(

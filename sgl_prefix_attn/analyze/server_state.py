@@ -59,7 +59,7 @@ class State(NamedTuple):
             looked at, whether the batch has changed since; sums over steps of tokens decoded, KV
             tokens read one request at a time, and unique ones; requests that are too long; tokens
             of prompts, and those found in the cache; most that ever waited
-    running, left  int64 [most_running]  requests of the batch and tokens that they still generate
+    running, left  int64 [...]  requests of the batch and tokens that they still generate
     rates   float64 [64]  attention seconds for a KV token of batches like those looked at before,
             by half octaves of their KV tokens; 0 where there was none
     begun, ttft, tpot  float64, float32, float32 [n]  when the first token was there, seconds; NaN
@@ -84,17 +84,21 @@ def columns(trace: Trace) -> Requests:
     )  # fmt: skip
 
 
-def new_state(requests: int, costs: Costs, block_tokens: int) -> State:
+def new_state(trace: Trace, costs: Costs) -> State:
+    requests = len(trace)
+    # However large the server is: no more than the trace can come to use.
+    most_running = min(costs.most_running, requests)
+    most_blocks = min(-(-costs.kv_tokens // trace.block_tokens), int(trace.count.sum()))
     counts = np.zeros(17, np.int64)
     counts[N_LOOKED] = -(1 << 40)  # never
     return State(
         now=np.zeros(3),
         counts=counts,
-        running=np.zeros(costs.most_running, np.int64),
-        left=np.zeros(costs.most_running, np.int64),
+        running=np.zeros(most_running, np.int64),
+        left=np.zeros(most_running, np.int64),
         rates=np.zeros(64),
         begun=np.zeros(requests),
         ttft=np.full(requests, np.nan, np.float32),
         tpot=np.full(requests, np.nan, np.float32),
-        cache=new_cache(-(-costs.kv_tokens // block_tokens)),
+        cache=new_cache(most_blocks),
     )

@@ -103,7 +103,7 @@ def simulate(
     Raises ValueError where no request fits the pool.
     """
     requests = sv.columns(trace)
-    state = sv.new_state(len(trace), costs, trace.block_tokens)
+    state = sv.new_state(trace, costs)
     now, counts = state.now, state.counts
     looks: list[Look] = []
     facts = BatchFacts(policy=policy)

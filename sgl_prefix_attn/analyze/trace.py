@@ -11,6 +11,8 @@ import numpy as np
 
 from sgl_prefix_attn.jit import cached_njit
 
+LATEST = 1e12  # seconds: a float64 still tells milliseconds apart
+
 
 @dataclass(frozen=True)
 class Request:
@@ -40,7 +42,7 @@ class Request:
             raise ValueError("more than 2^30 tokens")
         if not 1 <= self.samples <= 1 << 16:
             raise ValueError(f"{self.samples} samples of a prompt")
-        if self.arrival is not None and not 0 <= self.arrival < 1e12:
+        if self.arrival is not None and not 0 <= self.arrival < LATEST:
             raise ValueError(f"arrival at {self.arrival} s")
 
 
@@ -71,9 +73,15 @@ class Trace:
 
     def at_rate(self, rate: float) -> Trace:
         """Let `rate` requests come in a second, on average: as unevenly as in the trace, or evenly
-        where they all come at once."""
+        where they all come at once. Raises ValueError for a rate at which the last would never
+        come."""
         span = float(self.arrival[-1])
         wanted = (len(self) - 1) / rate
+        if wanted >= LATEST:
+            raise ValueError(
+                f"--rate {rate:g}: {len(self):,} requests would take {wanted:.1e} s to come, more "
+                f"than {LATEST:.0e}"
+            )
         if span > 0:
             return replace(self, arrival=self.arrival * (wanted / span))
         return replace(self, arrival=np.arange(len(self)) / rate, has_arrivals=True)

@@ -1,7 +1,9 @@
 """Argument checks of the library API: each raises ValueError naming the argument and the row."""
 
+import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,16 +13,38 @@ from sgl_prefix_attn.records import Forest, HeadConfig, PathTable
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+def torch_device(device: torch.device | str) -> torch.device:
+    """Return the device, a CPU or a CUDA one."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        found = None
+    if found is None or found.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be a CPU or a CUDA GPU, got {str(device)!r}")
+    return found
+
+
+def number(name: str, value: Any) -> float:
+    """Return a finite number as float."""
+    try:
+        found = float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        found = math.nan
+    if not math.isfinite(found):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    return found
+
+
 def wrapper_arguments(head_dim, page_size, device, dtype, logits_soft_cap) -> None:
     if not 16 <= head_dim <= 256:
         raise ValueError(f"head_dim must be between 16 and 256, got {head_dim}")
-    if not isinstance(page_size, int) or page_size < 1:
+    if type(page_size) is not int or page_size < 1:  # True is an int, too
         raise ValueError(f"page_size must be an integer >= 1, got {page_size!r}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype}")
     if dtype == torch.float32 and device.type == "cuda":
         raise ValueError("dtype must be float16 or bfloat16 on a GPU, got float32")
-    if not logits_soft_cap >= 0:
+    if logits_soft_cap < 0:
         raise ValueError(f"logits_soft_cap must be >= 0 (0: none), got {logits_soft_cap!r}")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and (device.index or 0) >= count:
@@ -57,25 +81,27 @@ def query_lens(lens: torch.Tensor | Sequence[int] | None, seq_lens: np.ndarray) 
 
 def path_table(paths: Sequence[Sequence[tuple[int, int]]], seq_lens: np.ndarray) -> PathTable:
     """Paths as a node table; the same node_id must have one length and one parent everywhere."""
-    if len(paths) != seq_lens.size:
-        raise ValueError(f"paths has {len(paths)} rows, seq_lens {seq_lens.size}")
+    try:
+        rows = len(paths)
+    except TypeError:
+        raise ValueError(
+            f"paths must be a sequence, a path for each request, got {paths!r}"
+        ) from None
+    if rows != seq_lens.size:
+        raise ValueError(f"paths has {rows} rows, seq_lens {seq_lens.size}")
     index: dict[int, int] = {}
     parent: list[int] = []
     length: list[int] = []
     leaf = np.full(seq_lens.size, -1, np.int32)
     for row, path in enumerate(paths):
         above, total = -1, 0
-        for entry in path:
-            try:
-                node, tokens = map(operator.index, entry)
-            except (TypeError, ValueError):
-                raise ValueError(
-                    f"paths[{row}] must hold pairs of integers (node_id, length), got {entry!r}"
-                ) from None
+        for node, tokens in _pairs(row, path):
             if tokens < 1:
                 raise ValueError(f"paths[{row}]: node {node} has length {tokens}, must be >= 1")
             here = index.get(node)
             if here is None:
+                if not -(1 << 63) <= node < 1 << 63:
+                    raise ValueError(f"paths[{row}]: node {node} does not fit int64")
                 here = index[node] = len(parent)
                 parent.append(above)
                 length.append(tokens)
@@ -93,6 +119,18 @@ def path_table(paths: Sequence[Sequence[tuple[int, int]]], seq_lens: np.ndarray)
             )
         leaf[row] = above
     return PathTable.of(parent, length, leaf, seq_lens, node_id=list(index))
+
+
+def _pairs(row: int, path) -> Iterator[tuple[int, int]]:
+    entry = path
+    try:
+        for entry in path:
+            node, tokens = map(operator.index, entry)
+            yield node, tokens
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"paths[{row}] must hold pairs of integers (node_id, length), got {entry!r}"
+        ) from None
 
 
 def pool_indices(req_pool_indices, seq_lens: np.ndarray, req_to_token: torch.Tensor):
@@ -155,6 +193,7 @@ def slots_agree(forest: Forest, req_to_token: torch.Tensor, pool: torch.Tensor) 
 
 def append_slots(out_cache_loc: torch.Tensor, batch: int) -> int:
     """Return the largest new slot, -1 on a GPU: looking at values there would synchronise."""
+    _tensor("out_cache_loc", out_cache_loc)
     if (shape := tuple(out_cache_loc.shape)) != (batch,):
         raise ValueError(f"out_cache_loc must have shape ({batch},), got {shape}")
     if out_cache_loc.dtype not in (torch.int32, torch.int64):
@@ -168,17 +207,19 @@ def append_slots(out_cache_loc: torch.Tensor, batch: int) -> int:
 
 def run_tensors(q, kv_cache, out, heads: HeadConfig, dtype, device, batch: int, largest_slot: int):
     """Check run()'s tensors against the plan; returns (k_cache, v_cache)."""
-    if len(kv_cache) != 2:
-        raise ValueError("kv_cache must be a pair (k, v)")
-    k_cache, v_cache = kv_cache
+    try:
+        k_cache, v_cache = kv_cache
+    except (TypeError, ValueError):
+        raise ValueError("kv_cache must be a pair (k, v)") from None
     for name, tensor, rows, num_heads in (
         ("q", q, batch, heads.num_qo_heads),
         ("kv_cache[0]", k_cache, "slots", heads.num_kv_heads),
         ("kv_cache[1]", v_cache, "slots", heads.num_kv_heads),
         ("out", out, batch, heads.num_qo_heads),
     ):
-        if tensor is None:
+        if name == "out" and tensor is None:
             continue
+        _tensor(name, tensor)
         shape = tuple(tensor.shape)
         if shape[1:] != (num_heads, heads.head_dim) or rows not in ("slots", shape[0]):
             wanted = f"({rows}, {num_heads}, {heads.head_dim})"
@@ -215,14 +256,23 @@ def _columns_below(ends: np.ndarray, device) -> torch.Tensor:
     return columns < torch.from_numpy(ends).to(device)[:, None]
 
 
+def _tensor(name: str, value: Any) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+
+
 def _integers(name: str, values: torch.Tensor | Sequence[int]) -> np.ndarray:
-    array = values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    try:
+        array = values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    except (TypeError, ValueError, RuntimeError):  # no dtype of numpy's, rows of several lengths
+        raise ValueError(f"{name} must be one-dimensional integers") from None
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(f"{name} must be one-dimensional integers")
     return array.astype(np.int64)
 
 
 def _slot_table(name: str, table: torch.Tensor, seq_lens: np.ndarray, page_size: int = 1) -> None:
+    _tensor(name, table)
     if table.ndim != 2 or table.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name} must be a two-dimensional int32 or int64 tensor")
     holds = table.shape[1] * page_size

@@ -61,12 +61,16 @@ class PlannedAttention:
     ):
         """Raises ValueError naming the argument, as PrefixDecodeWrapper says."""
         self.heads = heads
-        self.device = torch.device(device)
-        checks.wrapper_arguments(heads.head_dim, page_size, self.device, dtype, logits_soft_cap)
+        self.device = checks.torch_device(device)
+        self.sm_scale = (
+            heads.head_dim**-0.5 if sm_scale is None else checks.number("sm_scale", sm_scale)
+        )
+        self.logits_soft_cap = checks.number("logits_soft_cap", logits_soft_cap)
+        checks.wrapper_arguments(
+            heads.head_dim, page_size, self.device, dtype, self.logits_soft_cap
+        )
         self.page_size = page_size
         self.dtype = dtype
-        self.sm_scale = heads.head_dim**-0.5 if sm_scale is None else float(sm_scale)
-        self.logits_soft_cap = float(logits_soft_cap)
 
     def _use(self, backend: KernelBackend, planner: Planner | RowTilePlanner) -> None:
         self._backend, self._planner = backend, planner

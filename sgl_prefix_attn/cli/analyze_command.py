@@ -118,6 +118,8 @@ def _model(args: argparse.Namespace):
         return model_of(config, heads, args.tp)
     except (KeyError, TypeError) as error:
         raise ValueError(f"--model: {args.model}: {error} is missing or no number") from None
+    except ValueError as error:
+        raise ValueError(f"--model: {args.model}: {error}") from None
 
 
 def _costs(args: argparse.Namespace, model, server: Server):

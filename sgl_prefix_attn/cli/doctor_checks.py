@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from sgl_prefix_attn.cli.doctor_facts import PLUGIN, Facts
 from sgl_prefix_attn.execute.backends.family import ROW_TILES, choose_family
 from sgl_prefix_attn.plugin.versions import RELEASES, SUPPORTED, install_command, match, newest_for
-from sgl_prefix_attn.settings import PREFIX, Settings
+from sgl_prefix_attn.settings import PREFIX, VARIABLES, Settings
 
 CPU_HOOKS = {name for release in RELEASES for name in release.cpu_hooks}
 OK, WARN, FAIL = "ok", "warn", "fail"
 PLATFORM = "prefix_attn_cpu"
 DIST = "sgl-prefix-attn"
-CPU_ENV = "SGL_PREFIX_ATTN_CPU_PLATFORM"
+CPU_PLATFORM = next(v for v in VARIABLES if v.field == "cpu_platform")
+CPU_ENV = CPU_PLATFORM.name
 OLDEST_ARCH = (8, 0)
 CALIBRATE = "sgl-prefix-attn calibrate --model FOLDER takes minutes"
 
@@ -35,7 +36,10 @@ Verdict = tuple[str, str] | tuple[str, str, str]
 
 
 def on_cpu_platform(facts: Facts) -> bool:
-    return not facts.gpu and facts.env.get(CPU_ENV) == "1"
+    try:
+        return not facts.gpu and CPU_PLATFORM.read(facts.env)
+    except ValueError:
+        return False  # the settings check names what is wrong
 
 
 def check_python(facts: Facts) -> Verdict:

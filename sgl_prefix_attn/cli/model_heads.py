@@ -40,8 +40,12 @@ def config_and_heads(path: Path, tp: int) -> tuple[dict[str, Any], HeadConfig]:
 
 def _heads(config: dict[str, Any]) -> tuple[int, int, int]:
     num_qo_heads = config["num_attention_heads"]
+    if num_qo_heads == 0:  # it divides below
+        raise ValueError("num_attention_heads must be at least 1, got 0")
     # Without the field, or with null in it, there is a KV head for every query head.
-    num_kv_heads = config.get("num_key_value_heads") or num_qo_heads
+    num_kv_heads = config.get("num_key_value_heads")
+    if num_kv_heads is None:
+        num_kv_heads = num_qo_heads
     head_dim = config.get("head_dim") or config["hidden_size"] // num_qo_heads
     return num_qo_heads, num_kv_heads, head_dim
 
@@ -57,8 +61,9 @@ def parse_heads(text: str) -> tuple[int, int]:
 def heads_on_rank(num_qo_heads: int, num_kv_heads: int, head_dim: int, tp: int) -> HeadConfig:
     """As SGLang divides them: KV heads are copied where there are fewer than ranks.
 
-    Raises ValueError when they cannot be divided.
+    Raises ValueError when they are no heads, naming which, or cannot be divided.
     """
+    HeadConfig(num_qo_heads, num_kv_heads, head_dim)  # its checks, before a rank hides a 0
     if num_qo_heads % tp or (num_kv_heads % tp and tp % num_kv_heads):
         raise ValueError(f"{num_qo_heads}/{num_kv_heads} heads cannot be divided by --tp {tp}")
     return HeadConfig(num_qo_heads // tp, max(1, num_kv_heads // tp), head_dim)

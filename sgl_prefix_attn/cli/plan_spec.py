@@ -5,7 +5,8 @@ from pathlib import Path
 import orjson
 
 from sgl_prefix_attn.api import argument_checks as checks
-from sgl_prefix_attn.explain.tree import Tree
+from sgl_prefix_attn.explain.tree import MOST_TOKENS, Tree
+from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.records import PathTable
 
 
@@ -18,7 +19,12 @@ def read_spec(text: str) -> PathTable:
         return read_paths(Path(text))
     if "_" not in text:
         raise ValueError(f"{text!r} is neither a file nor a tree such as 1,2,6_1024,512,64")
-    return Tree.parse(text).paths()
+    tree = Tree.parse(text)
+    try:
+        _slots_count(tree.unique_tokens)  # before there are arrays of as many requests
+    except ValueError as error:
+        raise ValueError(f"tree {text!r}: {error}") from None
+    return tree.paths()
 
 
 def read_paths(file: Path) -> PathTable:
@@ -26,13 +32,24 @@ def read_paths(file: Path) -> PathTable:
     PrefixDecodeWrapper.plan. Raises ValueError that names the file."""
     try:
         content = orjson.loads(file.read_bytes())
-        return checks.path_table(content["paths"], checks.lengths(content["seq_lens"]))
+        table = checks.path_table(content["paths"], checks.lengths(content["seq_lens"]))
+        _slots_count(build_forest(table).unique_tokens)
+        return table
     except OSError as error:
         raise ValueError(f"cannot read {file}: {error.strerror}") from None
     except KeyError as error:
         raise ValueError(f"{file}: has no {error}") from None
     except (TypeError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from None
+
+
+def _slots_count(tokens: int) -> None:
+    """Raises ValueError unless int32 slots count so many unique KV tokens."""
+    if tokens > MOST_TOKENS:
+        raise ValueError(
+            f"seq_lens add up to {tokens} unique KV tokens, more than int32 slots count "
+            f"({MOST_TOKENS})"
+        )
 
 
 def served(text: str) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 
 from sgl_prefix_attn.records import PathTable
 
+MOST_TOKENS = np.iinfo(np.int32).max  # as KV positions and slots are int32
 Node = TypeVar("Node", int, np.ndarray)
 
 
@@ -39,6 +40,10 @@ class Tree:
             raise ValueError(f"tree {text!r}: counts and lengths must be at least 1")
         if list(counts) != sorted(counts):
             raise ValueError(f"tree {text!r}: a level has fewer nodes than the one above it")
+        if (tokens := sum(lengths)) > MOST_TOKENS:
+            raise ValueError(
+                f"tree {text!r}: {tokens} tokens a request, more than {MOST_TOKENS} (int32)"
+            )
         return cls(counts, lengths)
 
     @property
@@ -48,6 +53,11 @@ class Tree:
     @property
     def seq_len(self) -> int:
         return sum(self.lengths)
+
+    @property
+    def unique_tokens(self) -> int:
+        """KV tokens of all nodes, each counted once."""
+        return sum(count * length for count, length in zip(self.counts, self.lengths, strict=True))
 
     def parent(self, level: int, node: Node) -> Node:
         """Return the index at level - 1 of the node that `node` of `level` hangs below."""

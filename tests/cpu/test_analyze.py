@@ -165,6 +165,14 @@ def test_shared_prompts_take_room_once(run):
     assert max(look.running for look in done.looks) == 4
 
 
+def test_a_server_as_large_as_one_may_ask_for_takes_no_more_memory_than_the_trace(run):
+    trace = trace_of((0, [1, 2], 11), (0, [1, 2], 11))
+    limits = PLAIN._replace(most_running=(1 << 31) - 1, kv_tokens=(1 << 31) - 1)
+    state = sv.new_state(trace, limits)
+    assert state.running.size == 2 and state.cache.names.size < 1 << 12
+    assert run(trace, limits).reuse == run(trace).reuse
+
+
 def test_what_never_fits_is_left_out(run):
     done = run(trace_of((0, [1, 2], 10), (0, [1], 10)), PLAIN._replace(kv_tokens=1000))
     assert done.too_long == 1 and np.isnan(done.ttft).tolist() == [True, False]
@@ -237,7 +245,7 @@ def test_the_loop_counts_what_the_forest_of_its_batch_has(server, requests):
     trace = trace_of(*requests)
     columns = sv.columns(trace)
     limits = PLAIN._replace(kv_tokens=5000)
-    state = sv.new_state(len(trace), limits, trace.block_tokens)
+    state = sv.new_state(trace, limits)
     counts = state.counts
     while loop.advance(columns, limits, state, 1):
         lens = loop.lengths(columns, state)
@@ -322,6 +330,18 @@ def test_costs_of_a_model():
     assert many.weights - many.active == 6 * per_expert
     with pytest.raises(KeyError, match="vocab_size"):
         model_of({k: v for k, v in config.items() if k != "vocab_size"}, LLAMA, 1)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, None])
+@pytest.mark.parametrize(
+    "name", ["hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size"]
+)
+def test_a_size_of_a_model_that_is_none_is_named(name, value):
+    config = {
+        "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 1000,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=f"{name} must be a positive integer, got {value}"):
+        model_of(config | {name: value}, LLAMA, 1)
 
 
 def test_costs_leave_room_for_kv_or_say_so():
@@ -409,12 +429,41 @@ def test_the_command(many, tmp_path, capsys):
         (["--model", "missing"], "--model: cannot read"),
         (["--gpu", "A100", "--kernels", "row_tiles"], "row tiles cannot run here (compute:8.0)"),
         (["--kv-tokens", "1000"], "no request fits a pool of 1,000"),
+        (["--heads", "8/0"], "num_kv_heads must be a positive integer, got 0"),
+        (["--rate", "1e-310"], "--rate 1e-310: 64 requests would take inf s to come"),
     ],
 )
 def test_what_cannot_be_analyzed_is_said(arguments, message, many, capsys):
     given = arguments if arguments[0] == "missing.jsonl" else [str(many), *arguments]
     assert main.main(["analyze", *given]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer, got 0"),
+    ],
+)
+def test_what_a_model_cannot_be_is_said(change, message, many, tmp_path, capsys):
+    config = {
+        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "intermediate_size": 14336, "vocab_size": 128256,
+    }  # fmt: skip
+    file = tmp_path / "config.json"
+    file.write_bytes(orjson.dumps(config | change))
+    assert main.main(["analyze", str(many), "--model", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert "--model: " in error and str(file) in error and message in error
+
+
+@pytest.mark.parametrize("option", ["--kv-tokens", "--max-running-requests", "--tp"])
+def test_a_count_that_no_int32_holds_is_refused(option, many, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main.main(["analyze", str(many), option, str(1 << 31)])
+    assert stopped.value.code == 2
+    assert f"{option}: must be at most 2147483647, got 2147483648" in capsys.readouterr().err
 
 
 def test_a_file_without_requests(tmp_path, capsys):

@@ -50,6 +50,8 @@ def test_heads_of_a_model(config, tp, heads, as_folder, tmp_path):
         ('{"num_attention_heads": 32}', "hidden_size"),
         ('{"num_attention_heads": 32, "num_key_value_heads": 5, "head_dim": 64}', "multiple"),
         ('{"num_attention_heads": "32", "head_dim": 64}', "config.json"),
+        ('{"num_attention_heads": 0, "hidden_size": 64}', "num_attention_heads must be at least 1"),
+        ('{"num_attention_heads": 4, "num_key_value_heads": 0, "head_dim": 64}', "num_kv_heads"),
     ],
 )
 def test_a_config_that_does_not_say(content, reason, tmp_path):
@@ -68,6 +70,16 @@ def test_a_model_that_is_not_there(tmp_path):
 def test_heads_that_cannot_be_divided(heads, tp):
     with pytest.raises(ValueError, match=f"--tp {tp}"):
         heads_on_rank(*heads, 128, tp)
+
+
+@pytest.mark.parametrize(
+    ("heads", "name"),
+    [((8, 0, 128), "num_kv_heads"), ((0, 8, 128), "num_qo_heads"), ((8, 8, 0), "head_dim")],
+)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_zero_is_named_and_never_taken_for_a_copied_head(heads, name, tp):
+    with pytest.raises(ValueError, match=f"{name} must be a positive integer, got 0"):
+        heads_on_rank(*heads, tp)
 
 
 def test_pool_of_a_large_a_small_and_a_full_gpu():

@@ -259,6 +259,16 @@ def test_what_the_cpu_can_do_without():
     assert doctor.works(run_checks(gpu(hooks=hooks))), "not needed on a GPU"
 
 
+@pytest.mark.parametrize(
+    ("text", "is_asked"), [("1", True), (" 1 ", True), ("0", False), (" ", False), ("2", False)]
+)
+def test_the_cpu_platform_is_asked_for_as_the_settings_read_it(text, is_asked):
+    case = cpu(env={"SGL_PREFIX_ATTN_CPU_PLATFORM": text})
+    status = {check.name: check.status for check in run_checks(case)}
+    assert status["device"] == (OK if is_asked else FAIL)
+    assert status["settings"] == (FAIL if text == "2" else OK)
+
+
 def test_a_target_that_is_gone_is_seen(monkeypatch):
     patch = pytest.importorskip("sgl_prefix_attn.patches.cpu_no_triton")
     assert doctor_facts._hook("cpu_no_triton") == ("cpu_no_triton", patch.TARGET, patch.WHY, "")

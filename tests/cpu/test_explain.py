@@ -9,10 +9,12 @@ from rich.console import Console
 
 from sgl_prefix_attn.cli import main
 from sgl_prefix_attn.cli.explain_command import plan_view
+from sgl_prefix_attn.cli.plan_spec import read_spec
 from sgl_prefix_attn.explain import schedule as sched
 from sgl_prefix_attn.explain import text
 from sgl_prefix_attn.explain.view import view
 from sgl_prefix_attn.kernels import layout as L
+from sgl_prefix_attn.plan.forest import build_forest
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs/images/six-requests.json"
 
@@ -121,6 +123,11 @@ def test_words_of_another_layout_are_refused(six):
         (["1,0_3,4"], "at least 1"),
         (["missing.json"], "cannot read missing.json"),
         (["2_9", "--heads", "6/4"], "multiple"),
+        (["2_9", "--heads", "8/0"], "num_kv_heads must be a positive integer, got 0"),
+        (["1,2_4294967306,5"], "tree '1,2_4294967306,5': 4294967311 tokens a request, more than"),
+        (["1,2_2200000000,5"], "tree '1,2_2200000000,5': 2200000005 tokens a request, more than"),
+        (["2_1073741824"], "tree '2_1073741824': seq_lens add up to 2147483648 unique KV tokens"),
+        (["1,9999999999999_1,1"], "seq_lens add up to 10000000000000 unique KV tokens"),
         (["2_9", "--strategy", "best"], "strategy"),
         (["2_9", "--png", "/"], "directory"),
     ],
@@ -130,12 +137,19 @@ def test_what_cannot_be_explained_is_said(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_shared_tokens_take_slots_once():
+    paths = read_spec("1,1024_4000000,100")
+    assert paths.seq_lens.sum(dtype=np.int64) > 2**31 > build_forest(paths).unique_tokens
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("[]", "odd.json"),
         ('{"paths": [[]]}', "seq_lens"),
         ('{"paths": [[[0, 9]]], "seq_lens": [9]}', "shorter"),
+        ('{"paths": [[], []], "seq_lens": [2000000000, 2000000000]}', "seq_lens add up to 40"),
+        ('{"paths": null, "seq_lens": [9]}', "paths must be a sequence"),
     ],
 )
 def test_a_bad_file_is_named(content, message, tmp_path, capsys):
