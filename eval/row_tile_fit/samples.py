@@ -53,6 +53,10 @@ class Sample:
         costs = part_costs(tiles, heads, rates)
         return predict_us(tiles, costs, parts, self.unique_tokens, heads, self.num_sms, rates)
 
+    @property
+    def head_config(self) -> HeadConfig:
+        return HeadConfig(*parse_heads(self.heads), self.head_dim)
+
     @cached_property
     def _cut(self) -> tuple[HeadConfig, RowTiles, np.ndarray]:
         """Heads, tiles (without runs of KV) and parts: made once, as a fit asks some hundred times
@@ -61,7 +65,7 @@ class Sample:
         blocks[:, B_UNMASKED], blocks[:, B_MASKED] = self.unmasked, self.masked
         edge = np.cumsum([0, *self.queries]).astype(np.int32)
         tiles = RowTiles(edge, np.zeros_like(edge), np.zeros((0, 5), np.int32), blocks)
-        return HeadConfig(*parse_heads(self.heads), self.head_dim), tiles, np.array(self.parts)
+        return self.head_config, tiles, np.array(self.parts)
 
 
 def write(path: Path, samples: Iterable[Sample]) -> None:
