@@ -165,6 +165,8 @@ class Variable:
 
 
 VARIABLES = tuple(Variable(f.name, f.default, **f.metadata) for f in fields(Settings))
+# Read by itself where a process must know before, or without, all the others.
+CPU_PLATFORM = next(v for v in VARIABLES if v.field == "cpu_platform")
 
 
 def _bad_names(environ: Mapping[str, str]) -> list[str]:

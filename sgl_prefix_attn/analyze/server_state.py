@@ -59,7 +59,8 @@ class State(NamedTuple):
             looked at, whether the batch has changed since; sums over steps of tokens decoded, KV
             tokens read one request at a time, and unique ones; requests that are too long; tokens
             of prompts, and those found in the cache; most that ever waited
-    running, left  int64 [...]  requests of the batch and tokens that they still generate
+    running, left  int64 [most_running or n, the smaller]  requests of the batch and tokens that
+            they still generate
     rates   float64 [64]  attention seconds for a KV token of batches like those looked at before,
             by half octaves of their KV tokens; 0 where there was none
     begun, ttft, tpot  float64, float32, float32 [n]  when the first token was there, seconds; NaN

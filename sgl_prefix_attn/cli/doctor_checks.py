@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from sgl_prefix_attn.cli.doctor_facts import PLUGIN, Facts
 from sgl_prefix_attn.execute.backends.family import ROW_TILES, choose_family
 from sgl_prefix_attn.plugin.versions import RELEASES, SUPPORTED, install_command, match, newest_for
-from sgl_prefix_attn.settings import PREFIX, VARIABLES, Settings
+from sgl_prefix_attn.settings import CPU_PLATFORM, PREFIX, Settings
 
 CPU_HOOKS = {name for release in RELEASES for name in release.cpu_hooks}
 OK, WARN, FAIL = "ok", "warn", "fail"
 PLATFORM = "prefix_attn_cpu"
 DIST = "sgl-prefix-attn"
-CPU_PLATFORM = next(v for v in VARIABLES if v.field == "cpu_platform")
-CPU_ENV = CPU_PLATFORM.name
 OLDEST_ARCH = (8, 0)
 CALIBRATE = "sgl-prefix-attn calibrate --model FOLDER takes minutes"
 
@@ -151,8 +149,9 @@ def check_device(facts: Facts) -> Verdict:
         if facts.env.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
             detail = "SGLANG_USE_CPU_ENGINE=1 keeps our platform out"
             return FAIL, detail, "unset SGLANG_USE_CPU_ENGINE"
-        return OK, f"no GPU; the CPU platform is opted in ({CPU_ENV}=1)"
-    fix = f"on a machine with a GPU fix its driver; without one set {CPU_ENV}=1 to serve on the CPU"
+        return OK, f"no GPU; the CPU platform is opted in ({CPU_PLATFORM.name}=1)"
+    opt_in = f"{CPU_PLATFORM.name}=1"
+    fix = f"on a machine with a GPU fix its driver; without one set {opt_in} to serve on the CPU"
     return FAIL, "torch sees no GPU and the CPU platform is not opted in", fix
 
 

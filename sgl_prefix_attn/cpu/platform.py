@@ -13,7 +13,7 @@ import torch
 from sglang.srt.platforms.cpu import CpuSRTPlatform
 from sglang.srt.platforms.device_mixin import PlatformEnum
 
-from sgl_prefix_attn.settings import VARIABLES
+from sgl_prefix_attn.settings import CPU_PLATFORM
 
 
 def is_active() -> bool:
@@ -21,7 +21,7 @@ def is_active() -> bool:
 
     Raises ValueError on a value other than 0 and 1.
     """
-    if not next(v for v in VARIABLES if v.field == "cpu_platform").read(os.environ):
+    if not CPU_PLATFORM.read(os.environ):
         return False
     cpu_engine = os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1"  # SGLang's own
     return not (cpu_engine or torch.cuda.is_available() or torch.xpu.is_available())

@@ -10,8 +10,7 @@ contract:
     every layer                        forward_decode                   write KV, run the plan
 
 A decode graph exists in two variants, stock and prefix (graph_variants.py); the step's decision
-chooses.
-Batch state lives here and never on the ForwardBatch: graph replay passes a copy of it.
+chooses. Batch state lives here and never on the ForwardBatch: graph replay passes a copy of it.
 """
 
 import logging

@@ -144,14 +144,15 @@ def remember(folder: Path, verdict: Verdict) -> None:
 def failures(folder: Path, gpu: str, versions: Mapping[str, str]) -> list[tuple[Path, Verdict]]:
     """What failed on this kind of GPU with these versions and kernels, and where that stands."""
     found = []
+    here = (gpu, dict(versions), code_digest())
     for path in sorted(folder.glob("*.json")):
         try:
             verdict = Verdict.decode(path.read_bytes())
         except (OSError, ValueError):
             continue
         subject = verdict.subject
-        here = (subject.gpu, subject.versions, subject.kernels)
-        if verdict.why_not is not None and here == (gpu, dict(versions), code_digest()):
+        tried = (subject.gpu, subject.versions, subject.kernels)
+        if verdict.why_not is not None and tried == here:
             found.append((path, verdict))
     return found
 

@@ -70,7 +70,7 @@ def order_blocks(
     """Write ORDER and FLAGS of one part: its unmasked and masked blocks in turn, evenly spread."""
     num_unmasked = end_unmasked - first_unmasked
     count = num_unmasked + end_masked - first_masked
-    skipped0, skipped1 = 1, 1  # the first block is for both
+    passed_on = W.FOR_BOTH  # by which warpgroups the block before; the first one is for both
     for b in range(count):
         before = (2 * b * num_unmasked + count) // (2 * count)
         after = (2 * (b + 1) * num_unmasked + count) // (2 * count)
@@ -82,11 +82,7 @@ def order_blocks(
             block = unmasked + masked
             flag = W.MASKED | sides[masked]
         # no warpgroup may pass on two blocks in turn; masked scores of a whole block do no harm
-        if skipped0:
-            flag |= W.FOR_WARPGROUP
-        if skipped1:
-            flag |= W.FOR_WARPGROUP * 2
-        skipped0 = 0 if flag & W.FOR_WARPGROUP else 1
-        skipped1 = 0 if flag & (W.FOR_WARPGROUP * 2) else 1
+        flag |= passed_on
+        passed_on = W.FOR_BOTH & ~flag
         words[order + block] = block_at(item, rest, b)
         words[flags + b // W.FLAGS_PER_WORD] |= flag << (b % W.FLAGS_PER_WORD * W.FLAG_BITS)
