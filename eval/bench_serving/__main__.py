@@ -152,7 +152,10 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[Load]]:
         help=f"{', '.join(catalogue.NAMES)} or {catalogue.SPELLING}",
     )
     parser.add_argument(
-        "--rates", type=several(rates.parse), default="inf", help="inf, requests/s, or such as 70%%"
+        "--rates",
+        type=several(rates.parse),
+        default="inf",
+        help="inf, requests/s, or such as 70%%; offline: all at once, answers not streamed",
     )
     parser.add_argument("--alternations", type=count, default=1, help="servers of each backend")
     parser.add_argument("--azure-trace", type=Path, metavar="CSV", help="lengths of conversation")

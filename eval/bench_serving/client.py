@@ -72,15 +72,21 @@ class Client:
         self._process.stdin.close()
         self._process.stdout.close()
 
-    def run(self, name: str, server: ServerProcess, load: Load, rate: float) -> dict:
+    def run(
+        self, name: str, server: ServerProcess, load: Load, rate: float, streams: bool = True
+    ) -> dict:
         """Send a load at a rate (1/s, inf: all at once) and return what the client reports.
 
-        name  of the run, a new one. Raises ClientError; ServerError if the server ends meanwhile.
+        name     of the run, a new one
+        streams  tokens are sent as they come; otherwise each answer when it is complete
+
+        Raises ClientError; ServerError if the server ends meanwhile.
         """
         home = self._folder / name
         home.mkdir()
         report, log = home / "report.jsonl", home / "client.log"
         words = self.command(server.url, load, rate, report)
+        words += [] if streams else ["--disable-stream"]
         status = self._status(words, log, lambda: server.check_alive(f"while {load.name} was sent"))
         if status or not report.exists():
             server.check_alive(f"while {load.name} was sent")

@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from eval import provenance
+from eval.bench_serving.rates import OFFLINE
 from eval.bench_serving.serving_row import median
 
 _LINES = (
@@ -18,9 +19,10 @@ _LINES = (
 
 def write(rows: list[dict], path: str) -> None:
     """Draw a column of panels per load, medians over alternations, over the requests/s served; the
-    run with all requests at once is the ring."""
+    run with all requests at once is the ring. Offline runs are left out."""
     from matplotlib.figure import Figure
 
+    rows = [row for row in rows if row["rate"] != OFFLINE]
     loads = list(dict.fromkeys(row["load"] for row in rows))
     backends = list(dict.fromkeys(row["backend"] for row in rows))
     size = (4 * len(loads) + 1, 3 * len(_LINES))

@@ -1,5 +1,5 @@
 """Rates at which a load is sent: all at once, so many requests a second, or a share of what the
-first backend serves when all come at once."""
+first backend serves when all come at once. Answers are streamed, but for one rate: offline."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from dataclasses import dataclass
 
 from eval.cli_values import amount
 
-ALL_AT_ONCE = "inf"
+ALL_AT_ONCE, OFFLINE = "inf", "offline"
 
 
 @dataclass(frozen=True)
 class Rate:
     """`per_s` requests a second, or `share` of the first backend's; the label is how it was asked
-    for."""
+    for. Answers are streamed token by token, or each is sent when it is complete."""
 
     label: str
     per_s: float = math.inf
     share: float | None = None
+    streams: bool = True
 
     def resolve(self, saturation: float | None) -> float:
         """Return requests/s; `saturation`: those of the first backend, all at once. Raises
@@ -31,9 +32,9 @@ class Rate:
 
 
 def parse(text: str) -> Rate:
-    """Parse inf, a number, or a percentage such as 70%."""
-    if text == ALL_AT_ONCE:
-        return Rate(text)
+    """Parse inf, offline, a number, or a percentage such as 70%."""
+    if text in (ALL_AT_ONCE, OFFLINE):
+        return Rate(text, streams=text != OFFLINE)
     if text.endswith("%"):
         return Rate(text, share=amount(text[:-1]) / 100)
     return Rate(text, per_s=amount(text))

@@ -78,13 +78,14 @@ def _measure(run: Run, rate: float, server: ServerProcess, client: Client) -> di
     server.flush_cache()
     before, logged = server.counters(), server.log.stat().st_size
     name = f"{folder_name(run.backend)}-{run.load.name}-{run.rate.label}-{run.alternation}"
-    report = client.run(name.replace(":", "-"), server, run.load, rate)
+    report = client.run(name.replace(":", "-"), server, run.load, rate, run.rate.streams)
     with server.log.open("rb") as log:
         log.seek(logged)
         written = log.read().decode(errors="replace")
     wanted = [request.output for request in run.load.requests]
     grown = growth(before, server.counters())
-    return serving_row.row(report, wanted, grown, written)
+    row = serving_row.row(report, wanted, grown, written)
+    return row if run.rate.streams else row | dict.fromkeys(serving_row.OF_STREAMS)
 
 
 def _warm_up(load: Load, server: ServerProcess, client: Client) -> None:

@@ -12,6 +12,8 @@ from eval.server_process import Counters
 # Latencies of a row, with the client's names for them: of a request's first token, of each later
 # token on average, between two tokens, of a request.
 LATENCIES = {"ttft_ms": "ttft", "tpot_ms": "tpot", "itl_ms": "itl", "e2e_ms": "e2e_latency"}
+# What only tokens that are sent as they come tell.
+OF_STREAMS = ("ttft_ms", "tpot_ms", "itl_ms")
 _FIGURES = {"mean": "mean", "p50": "median", "p99": "p99"}
 _BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 _DECODE = re.compile(r"Decode batch.*#running-req: (\d+).*gen throughput \(token/s\): ([\d.]+)")
@@ -67,16 +69,25 @@ def text(row: dict) -> str:
     """Write a row in one line."""
     parts = [
         f"{row['output_tokens_per_s']:.0f} output tokens/s, {row['requests_per_s']:.2f} requests/s",
-        f"TTFT {row['ttft_ms']['p50']:.0f} ms",
-        f"TPOT {row['tpot_ms']['p50']:.2f} ms (p99 {row['tpot_ms']['p99']:.2f})",
+        f"request {row['e2e_ms']['p50']:.0f} ms",
         f"cached {row['cached_share']:.0%}, at most {row['peak_running']} running",
         f"{row['duration_s']:.1f} s",
     ]
+    if row["tpot_ms"] is not None:
+        parts[1:1] = [
+            f"TTFT {row['ttft_ms']['p50']:.0f} ms",
+            f"TPOT {row['tpot_ms']['p50']:.2f} ms (p99 {row['tpot_ms']['p99']:.2f})",
+        ]
     if row["prefix_share"] is not None:
         parts.append(f"prefix steps {row['prefix_share']:.0%}")
     if row["completed"] < row["sent"]:
         parts.append(f"{row['completed']} of {row['sent']} completed ({row['error']})")
     return ", ".join(parts)
+
+
+def latency(row: dict, name: str, figure: str) -> float | None:
+    """Return a latency of a row in ms, None where answers were not streamed."""
+    return row[name] and row[name][figure]
 
 
 def median(rows: list[dict], of: Callable[[dict], float | None]) -> float | None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-from eval.bench_serving.serving_row import median
+from eval.bench_serving.rates import OFFLINE
+from eval.bench_serving.serving_row import latency, median
 from eval.engine_process import uses_prefix
 from eval.markdown import table
 
-Figure = Callable[[dict], float]
+Figure = Callable[[dict], float | None]
 # Column, the figure of a row, its format.
 _FIGURES: tuple[tuple[str, Figure, str], ...] = (
     ("output tokens/s", lambda row: row["output_tokens_per_s"], ".0f"),
     ("requests/s", lambda row: row["requests_per_s"], ".2f"),
-    ("TTFT p50", lambda row: row["ttft_ms"]["p50"], ".0f"),
-    ("TPOT p50", lambda row: row["tpot_ms"]["p50"], ".2f"),
-    ("TPOT p99", lambda row: row["tpot_ms"]["p99"], ".2f"),
+    ("TTFT p50", lambda row: latency(row, "ttft_ms", "p50"), ".0f"),
+    ("TPOT p50", lambda row: latency(row, "tpot_ms", "p50"), ".2f"),
+    ("TPOT p99", lambda row: latency(row, "tpot_ms", "p99"), ".2f"),
 )
 
 
@@ -55,7 +56,8 @@ def summary(rows: list[dict], settings: dict) -> str:
     loads: dict[str, dict[str, list[dict]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         if row["asked_requests_per_s"] is None:
-            loads[row["load"]][row["backend"]].append(row)
+            load = row["load"] + (f", {OFFLINE}" if row["rate"] == OFFLINE else "")
+            loads[load][row["backend"]].append(row)
     names = list(dict.fromkeys(name for load in loads.values() for name in load))
     lines = []
     for load, backends in loads.items():
@@ -65,12 +67,16 @@ def summary(rows: list[dict], settings: dict) -> str:
         stock = max((rate[b] for b in rate if not uses_prefix(b)), default=None)
         if stock is None:
             raise ValueError(f"{load}: no stock backend has run it")
-        tpot = {b: median(own, lambda row: row["tpot_ms"]["p50"]) for b, own in backends.items()}
-        cells = [
-            f"{rate[b]:.0f} ({rate[b] / stock:.2f}), {tpot[b]:.1f} ms" if b in rate else "-"
-            for b in names
-        ]
-        lines.append((load, *cells))
+        tpot = {
+            b: median(own, lambda row: latency(row, "tpot_ms", "p50"))
+            for b, own in backends.items()
+        }
+        cells = {
+            b: f"{rate[b]:.0f} ({rate[b] / stock:.2f})"
+            + ("" if tpot[b] is None else f", {tpot[b]:.1f} ms")
+            for b in rate
+        }
+        lines.append((load, *(cells.get(b, "-") for b in names)))
     return (
         "Output tokens/s with all requests at once, at most "
         f"{settings['max_running']} running, its ratio to the fastest stock backend's, and median "
@@ -86,6 +92,8 @@ def _cell(own: list[dict], base: list[dict], of: Figure, form: str) -> str:
     """Write a median; the baseline's with its range over alternations, others' with their ratio to
     it and the range of the ratios within one alternation."""
     value, stock = median(own, of), median(base, of)
+    if value is None:
+        return "-"
     if own is base:
         return f"{value:{form}}{_range(map(of, own), form, ' ({})')}"
     if not stock:
@@ -123,5 +131,5 @@ def _rate(row: dict) -> str:
     """Write at how many requests/s the load was sent, and what share of the saturation that is."""
     asked = row["asked_requests_per_s"]
     if asked is None:
-        return "all at once"
+        return OFFLINE if row["rate"] == OFFLINE else "all at once"
     return f"{asked:.3g}/s" + (f" ({row['rate']})" if row["rate"].endswith("%") else "")

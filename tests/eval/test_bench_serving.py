@@ -127,6 +127,16 @@ def test_the_client_is_asked_for_exact_requests(run, package):
     assert value(first, "--warmup-requests") == "0" and "--cache-report" in first
 
 
+def test_answers_come_in_one_piece_offline(run, package, capsys):
+    rows = run("--rates", "inf,offline", backends="prefix")[1]
+    assert [row["rate"] for row in rows] == ["inf", "offline"] * 2
+    assert ["--disable-stream" in call for call in calls(package)] == [False, True] * 2
+    assert {value(call, "--request-rate") for call in calls(package)} == {"inf"}
+    for row in rows[1::2]:
+        assert row["ttft_ms"] is row["tpot_ms"] is row["itl_ms"] is None and row["e2e_ms"]
+    assert capsys.readouterr().out.count("TPOT") == 2
+
+
 def test_a_client_that_fails_is_told_with_its_log(run, package, capsys):
     (package / "behaviour").write_text("fails")
     status, rows = run()
@@ -332,6 +342,12 @@ def test_the_report_has_ratios_to_the_first_or_a_chosen_backend(table):
     ends = "100 | 50% | 90% | 30% | 19 of 20 |"
     assert f"| 10 {ratio} | 9.50 {ratio} | 19.00 {ratio} | {ends}" in text
     assert "| gsp | 17.5/s (70%) | prefix | 20000 | 20.00 | 5 | 5.00 | 10.00 |" in text
+    whole = dict.fromkeys(serving_row.OF_STREAMS)
+    offline = [row_of(b, 20.0, rate="offline", asked_requests_per_s=None, **whole)
+               for b in ("default", "prefix")]  # fmt: skip
+    told = "| gsp | offline | prefix | 5000 (1.000) | 5.00 (1.000) | - | - | - |"
+    assert told in table([*rows, *offline])
+    assert "| gsp, offline | 5000 (1.00) | 5000 (1.00) |" in table([*rows, *offline], "--short")
     assert "`serving.json`: " in text and "python -m eval.bench_serving --x" in text
     one = table([rows[0], rows[1]])
     assert "| default | 5000 | 5.00 | 20 | 20.00 | 40.00 |" in one
@@ -366,6 +382,7 @@ def test_a_plot_has_a_panel_for_each_load_and_figure(tmp_path, monkeypatch):
         for backend in ("default", "prefix")
         for rate, tpot in (("inf", 20.0), ("70%", 10.0))
     ]
+    rows.append(row_of("prefix", 5.0, rate="offline", tpot_ms=None))
     rows += [row | {"load": "other"} for row in rows]
     provenance.save(tmp_path / "r.json", provenance.collect("x", []), rows)
     picture = tmp_path / "r.png"
