@@ -271,7 +271,7 @@ class PrefixAttnBackend(AttentionBackend):
             if len(q) > batch_size:
                 out[batch_size:] = 0  # padding rows, as in init_cuda_graph_state
         try:
-            attend(self._executor, self.token_to_kv_pool, q, layer, forward_batch, out)
+            attend(self._executor, self.token_to_kv_pool, q, layer, forward_batch.seq_lens, out)
         except Exception as error:
             self._survive(error, forward_batch)
             return self._stock_over_written_kv(q, k, v, layer, forward_batch)

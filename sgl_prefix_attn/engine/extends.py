@@ -198,7 +198,7 @@ class Extends:
         out = torch.empty_like(rows)
         out[self._num_queries :] = 0  # padding: a model may take statistics over all rows
         try:
-            attend(self._executor, self._kv_pool, rows, layer, forward_batch, out)
+            attend(self._executor, self._kv_pool, rows, layer, forward_batch.seq_lens, out)
         except Exception as error:
             self._fail(error, forward_batch)
             return self._over_written_kv(q, k, v, layer, forward_batch)

@@ -35,10 +35,11 @@ class GraphVariants:
     max_bs          largest size that gets one; every size that SGLang captures has a stock graph
     raise_failures  raise when a capture fails instead of going on without: with tensor parallelism
                     one rank must not decide alone
+    steps           what the graphs run, for the log
     """
 
-    def __init__(self, max_bs: int, *, raise_failures: bool):
-        self.max_bs = max_bs
+    def __init__(self, max_bs: int, *, raise_failures: bool, steps: str = "decode"):
+        self.max_bs, self._steps = max_bs, steps
         self.raise_failures = raise_failures
         self.reset()
 
@@ -97,8 +98,9 @@ class GraphVariants:
         """Log one line about all prefix graphs; nothing when there are none."""
         if self.cost.graphs:
             logger.info(
-                "decode CUDA graphs with prefix kernels: %d graphs took %.1f s and %.0f MiB beside "
+                "%s CUDA graphs with prefix kernels: %d graphs took %.1f s and %.0f MiB beside "
                 "SGLang's own; %s limits the batch size up to which they are captured",
+                self._steps,
                 self.cost.graphs,
                 self.cost.seconds,
                 self.cost.bytes / 2**20,
@@ -115,8 +117,9 @@ class GraphVariants:
                 f"leave more memory to CUDA graphs with a lower --mem-fraction-static"
             ) from error
         logger.error(
-            "decode batches of up to %d requests run stock attention (graph_capture_failed): "
+            "%s batches of up to %d requests run stock attention (graph_capture_failed): "
             "capturing the prefix CUDA graph failed: %s. %s limits these graphs (0: none)",
+            self._steps,
             size,
             error,
             LIMIT,

@@ -19,14 +19,16 @@ def write_kv(kv_pool, k, v, layer, forward_batch, save_kv_cache: bool) -> None:
         kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
 
 
-def attend(executor: PlanExecutor, kv_pool, q, layer, forward_batch, out: torch.Tensor) -> None:
-    """Run the loaded plan over one layer: q and out [rows, Hq, D]."""
+def attend(
+    executor: PlanExecutor, kv_pool, q, layer, seq_lens: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Run the loaded plan over one layer: q and out [rows, Hq, D], seq_lens int [>= B]."""
     executor.run(
         LayerParams(
             q=q,
             k_cache=kv_pool.get_key_buffer(layer.layer_id),
             v_cache=kv_pool.get_value_buffer(layer.layer_id),
-            seq_lens=forward_batch.seq_lens,
+            seq_lens=seq_lens,
             out=out,
             out_lse=None,
             sm_scale=layer.scaling,

@@ -54,6 +54,7 @@ class StepPreparer:
     padded_size   rows of the graph that a batch of so many requests replays
     model_problem why no step can run prefix kernels (model_facts.unsupported_model), or None
     agree         whether all tensor-parallel ranks pass True; every rank calls it at the same steps
+    kind          of the steps, for the log
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class StepPreparer:
         padded_size: Callable[[int], int] = lambda batch_size: batch_size,
         model_problem: str | None = None,
         agree: Callable[[bool], bool] = lambda ok: ok,
+        kind: str = "decode",
     ):
         self.settings = settings
         self.counters = counters
@@ -82,6 +84,7 @@ class StepPreparer:
         self._padded_size = padded_size
         self._model_problem = model_problem
         self._agree = agree
+        self._kind = kind
         self._standing: dict[tuple, tuple[BatchFacts, Decision]] = {}
         self._evaluated = _UNDECIDED  # the last evaluation's
         # What an evaluation gave to stock kernels, and for how many steps before there is another.
@@ -116,7 +119,8 @@ class StepPreparer:
             self.counters.log_once(
                 decision.reason,
                 logging.INFO,
-                "decode runs stock attention where the reason is %s",
+                "%s steps run stock attention where the reason is %s",
+                self._kind,
                 decision.reason,
             )
             return Step(decision)
@@ -207,7 +211,8 @@ class StepPreparer:
         self.counters.log_once(
             reason,
             logging.ERROR,
-            "decode steps fall back to stock attention (%s): %s",
+            "%s steps fall back to stock attention (%s): %s",
+            self._kind,
             reason,
             fault,
             exc_info=fault,
