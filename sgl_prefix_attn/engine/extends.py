@@ -84,8 +84,9 @@ def build_extends(
         agree=agreement(),
     )
     logger.info("--attention-backend prefix: extend batches with shared prefixes run row tiles")
-    if model_facts.speculative(runner.server_args) not in (None, "speculative:NGRAM"):
-        logger.info("--attention-backend prefix: the draft model runs stock kernels (draft_model)")
+    drafts = model_facts.speculative(runner.server_args)
+    if drafts not in (None, "speculative:NGRAM", *model_facts.DRAFT_IN_STEPS):
+        logger.info("--attention-backend prefix: the draft model runs stock kernels (%s)", drafts)
     return Extends(runner, stock_of, preparer, planner, executor, counters)
 
 

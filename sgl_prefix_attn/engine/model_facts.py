@@ -6,6 +6,9 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sgl_prefix_attn.engine import sglang_config
 from sgl_prefix_attn.records import HeadConfig
 
+# Whose draft models run decode steps of their own, as speculative() names them.
+DRAFT_IN_STEPS = ("speculative:EAGLE", "speculative:EAGLE3", "speculative:STANDALONE")
+
 
 def attention_layers(runner) -> list[RadixAttention]:
     return [module for module in runner.model.modules() if isinstance(module, RadixAttention)]

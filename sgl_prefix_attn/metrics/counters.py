@@ -60,6 +60,7 @@ class StepCounters:
     decode_log: DecodeLog | None = None
     steps: Counter = field(default_factory=Counter)  # Decision -> decode steps
     extends: Counter = field(default_factory=Counter)  # Decision -> extend batches
+    drafts: Counter = field(default_factory=Counter)  # Decision -> rounds of draft steps
     kv_tokens: Counter = field(default_factory=Counter)  # kind -> KV tokens per layer
     plans: Counter = field(default_factory=Counter)  # cause -> plans
     last_plan: PlanStats | None = None
@@ -81,6 +82,11 @@ class StepCounters:
         """Count an extend or verify batch, where they may run a plan."""
         self.extends[decision] += 1
         self._export("extends_total", 1, decision.variant, decision.reason)
+
+    def draft(self, decision: Decision) -> None:
+        """Count a round of draft steps, where they may run a plan."""
+        self.drafts[decision] += 1
+        self._export("drafts_total", 1, decision.variant, decision.reason)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:

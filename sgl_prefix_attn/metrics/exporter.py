@@ -20,6 +20,13 @@ _COUNTERS = (
         "reason",
     ),
     (
+        "drafts_total",
+        "Rounds of a draft model's decode steps by kernel variant and reason, where prefix serves "
+        "prefill.",
+        "variant",
+        "reason",
+    ),
+    (
         "kv_tokens_total",
         "KV tokens per layer of decode steps: read, what a query-centric kernel reads, unique "
         "(of steps whose radix tree was read).",

@@ -14,6 +14,10 @@ _EVERYWHERE = (
     "graph_key",
     "graph_gate",
     "ngram_drafts",
+    "draft_backend",
+    "draft_capture",
+    "draft_graph_key",
+    "draft_graph_gate",
 )
 
 

@@ -1,5 +1,5 @@
 """Where drafts come from: n-grams, chains or trees by what SGLang's corpus answers, and draft
-models, which run stock kernels."""
+models, by the backends that SGLang makes for them."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,6 @@ import torch
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.speculative import draft_utils
 from sglang.srt.speculative.cpp_ngram.ngram_corpus import NgramCorpus
-from sglang.srt.speculative.eagle_draft_cuda_graph_runner import EAGLEDraftCudaGraphRunner
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
 from sgl_prefix_attn.engine.runner_backend import find_backend
@@ -87,10 +86,9 @@ def test_masks_are_of_the_batch_that_was_drafted_last_and_of_it_alone(start):
 # --- draft models ---------------------------------------------------------------------------------
 
 
-def test_the_draft_model_runs_stock_kernels_and_the_log_says_so(start, caplog):
-    with caplog.at_level("INFO"):
-        server = start("EAGLE")
-    assert "the draft model runs stock kernels (draft_model)" in caplog.text
+def test_a_draft_models_own_backend_is_stock(start):
+    """Of its extend batches; its decode steps have another (test_draft_steps.py)."""
+    server = start("EAGLE")
     draft_runner = SimpleNamespace(
         is_draft_worker=True,
         attn_backend=server.backend,
@@ -100,14 +98,20 @@ def test_the_draft_model_runs_stock_kernels_and_the_log_says_so(start, caplog):
     assert find_backend(draft_runner) is None, "no hook hands its batches to us"
 
 
+def test_drafts_of_other_kinds_run_stock_kernels_and_the_log_says_so(start, caplog):
+    with caplog.at_level("INFO"):
+        start("DFLASH")
+    assert "the draft model runs stock kernels (speculative:DFLASH)" in caplog.text
+
+
 def test_ngrams_have_no_draft_model(start, caplog):
     with caplog.at_level("INFO"):
         start("NGRAM")
-    assert "extend batches" in caplog.text and "draft_model" not in caplog.text
+    assert "extend batches" in caplog.text and "draft model" not in caplog.text
 
 
 def test_sglang_drafts_with_backends_of_its_own_alone(monkeypatch):
-    """A plan of draft steps would need another factory and another graph runner than SGLang's."""
+    """So ours is put around the one that its factory makes."""
     factory = object.__new__(draft_utils.DraftBackendFactory)
     vars(factory).update(
         draft_model_runner=SimpleNamespace(model_config=SimpleNamespace(hf_config=None)),
@@ -119,5 +123,3 @@ def test_sglang_drafts_with_backends_of_its_own_alone(monkeypatch):
     monkeypatch.setattr(draft_utils, "attention_backends", lambda: ("prefix",) * 2, raising=False)
     with pytest.raises(ValueError, match="EAGLE is not supported in decode .* prefix"):
         factory.create_decode_backend()
-    for name in ("capture_one_shape", "_make_graph_key", "can_run_graph"):  # what our hooks are on
-        assert name in vars(EAGLEDraftCudaGraphRunner)

@@ -1,0 +1,70 @@
+"""Which draft models get plans for their decode steps, and why the others do not."""
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from sgl_prefix_attn.engine import model_facts, sglang_config
+from sgl_prefix_attn.engine.build import build
+from sgl_prefix_attn.engine.counters_of import counters_of
+from sgl_prefix_attn.engine.planned_drafts import PlannedDrafts
+from sgl_prefix_attn.execute.backends.choice import why_no_backend, why_no_row_tiles
+from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
+from sgl_prefix_attn.records import STOCK
+from sgl_prefix_attn.settings import BACKEND_NAME, Settings
+
+logger = logging.getLogger(__name__)
+
+
+def plan_drafts(runner, topk: int, stock):
+    """Return the backend of a draft model's decode steps: `stock`, SGLang's own, with plans beside
+    it where the target model's drafts may be verified over plans and the draft model allows them.
+
+    runner  the draft model's ModelRunner
+    topk    tokens that a step drafts for each request
+    stock   None where SGLang drafts without decode steps
+
+    Raises as build() does.
+    """
+    names = sglang_config.attention_backends(runner.server_args)
+    if stock is None or set(names) != {BACKEND_NAME}:
+        return stock  # a server of other backends need not have our variables right
+    settings = Settings.from_env()
+    if not settings.prefill:
+        return stock
+    if (why_not := why_stock(runner, topk, settings)) is not None:
+        return _left_alone(stock, why_not)
+    heads = model_facts.head_config(runner)
+    # The plan of a round holds its first step's tokens, and grows by those of the others.
+    settings = replace(settings, headroom=len(stock.attn_backends) - 1, dump="")
+    execution = build(runner, heads, settings)
+    if runner.device != "cpu" and not isinstance(execution.planner, RowTilePlanner):
+        return _left_alone(stock, "failed_at_start")
+    logger.info("--attention-backend prefix: decode steps of the draft model run plans")
+    return PlannedDrafts(runner, stock, heads, execution, settings, counters_of(runner))
+
+
+def why_stock(runner, topk: int, settings: Settings) -> str | None:
+    """Say why no decode step of a draft model can run a plan, or None."""
+    algorithm = model_facts.speculative(runner.server_args)
+    options = sglang_config.options(runner.server_args)
+    if settings.policy == STOCK:
+        return "forced"
+    if algorithm not in model_facts.DRAFT_IN_STEPS:
+        return algorithm
+    if topk != 1:
+        return "draft_tree"
+    if options.speculative_draft_window_size:
+        return "draft_window"  # SGLang's draft backends then read less than all
+    model = model_facts.unsupported_model(runner)
+    if model not in (None, algorithm):
+        return model
+    device, heads = torch.device(runner.device), model_facts.head_config(runner)
+    kernels = why_no_backend if device.type == "cpu" else why_no_row_tiles
+    return model_facts.unsupported_extend(runner) or kernels(device, heads, runner.dtype)
+
+
+def _left_alone(stock, why_not: str):
+    logger.info("--attention-backend prefix: the draft model runs stock kernels (%s)", why_not)
+    return stock
