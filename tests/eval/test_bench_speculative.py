@@ -10,6 +10,7 @@ from eval import provenance, report
 from eval.bench_speculative import __main__ as bench
 from eval.bench_speculative import verify_steps
 from eval.engine_process import uses_prefix
+from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.records import PREFIX, STOCK, Decision
 from sgl_prefix_attn.step.extend import ExtendPreparer
 from sgl_prefix_attn.step.preparer import Step
@@ -18,6 +19,7 @@ ARGS = ["--device", "cpu", "--model-shape", "tiny", "--workload", "3x50+7"]
 ARGS += ["--backends", "flashinfer,prefix/prefix", "--alternations", "2"]
 SECONDS = {"flashinfer": 0.024, "prefix/prefix": 0.018}  # a step of the engine
 STEPS = {"prefix:predicted_faster": 6, "stock:graph_batch_size": 2}
+ROUNDS = {"prefix:predicted_faster": 3, "stock:predicted_slower": 5}
 
 
 @pytest.fixture
@@ -30,7 +32,8 @@ def engines(monkeypatch):
         assert (plugin == "eval.bench_speculative.verify_steps") == uses_prefix(backend)
         if plugin:
             home.mkdir()
-            (home / "verify.json").write_text(json.dumps({"4": STEPS, "1": {"stock:x": 9}}))
+            counts = {"4": STEPS, "1": {"stock:x": 9}, "drafts": ROUNDS}
+            (home / "verify.json").write_text(json.dumps(counts))
             assert env[verify_steps.ENV] == str(home / "verify.json")
 
         def ask(op, ids, new_tokens):
@@ -54,8 +57,10 @@ def test_rows_hold_tpot_ratio_acceptance_and_the_share_over_plans(engines, tmp_p
     assert stock["accepted"] == prefix["accepted"] == 3.0 and stock["draft_tokens"] == 4
     assert (stock["verify_steps"], stock["prefix_share"]) == ({}, None)
     assert (prefix["verify_steps"], prefix["prefix_share"]) == (STEPS, 0.75)
+    assert (stock["draft_rounds"], stock["draft_prefix_share"]) == ({}, None)
+    assert (prefix["draft_rounds"], prefix["draft_prefix_share"]) == (ROUNDS, 0.375)
     printed = capsys.readouterr().out
-    assert "ratio 0.750  accepted 3.00  over plans 75.0%" in printed
+    assert "ratio 0.750  accepted 3.00  over plans 75.0%, drafts 37.5%" in printed
     assert report.main([str(out)]) == 0
     assert "| 3 | 50 + 7 | 1 | 8.00 ms (1.000) | 6.00 ms (0.750) |" in capsys.readouterr().out
 
@@ -108,6 +113,7 @@ def test_batches_are_counted_by_tokens_and_decision(monkeypatch, tmp_path):
     monkeypatch.setenv(verify_steps.ENV, str(target))
     answers = [Decision(PREFIX, "forced")] * 6 + [Decision(STOCK, "unshared")] * 3
     monkeypatch.setattr(ExtendPreparer, "prepare", lambda *_: Step(answers.pop(0)))
+    monkeypatch.setattr(StepCounters, "draft", StepCounters.draft)
     verify_steps.register()
     preparer = object.__new__(ExtendPreparer)
     assert verify_steps.read(target, 4) == {}
@@ -119,3 +125,15 @@ def test_batches_are_counted_by_tokens_and_decision(monkeypatch, tmp_path):
     assert verify_steps.read(target, 4) == {"prefix:forced": 4, "stock:unshared": 4}
     assert verify_steps.prefix_share(verify_steps.read(target, 4)) == 0.5
     assert verify_steps.read(target, 1) == {"prefix:forced": 1}
+
+
+def test_rounds_of_draft_steps_are_counted_beside_them(monkeypatch, tmp_path):
+    target, counters = tmp_path / "verify.json", StepCounters()
+    monkeypatch.setenv(verify_steps.ENV, str(target))
+    monkeypatch.setattr(ExtendPreparer, "prepare", ExtendPreparer.prepare)
+    monkeypatch.setattr(StepCounters, "draft", StepCounters.draft)
+    verify_steps.register()
+    for reason in ["forced"] * 7 + ["held"]:
+        counters.draft(Decision(PREFIX, reason))
+    rounds = verify_steps.read(target, verify_steps.DRAFTS)
+    assert rounds == {"prefix:forced": 7, "prefix:held": 1} and counters.drafts.total() == 8

@@ -1,9 +1,11 @@
-"""Engines with speculative decoding on a Hopper GPU: chains are verified over plans, in graphs.
+"""Engines with speculative decoding on a Hopper GPU: chains are drafted and verified over plans, in
+graphs.
 
 The draft model is the target itself, so that nearly every draft is accepted and lengths move by
-several tokens a step; it runs stock kernels. N-grams and an EAGLE layer draft in engines of their
-own.
+several tokens a step. N-grams and an EAGLE layer draft in engines of their own.
 """
+
+from itertools import pairwise
 
 import pytest
 
@@ -57,7 +59,8 @@ def runs(folder):
         "speculative_algorithm": "STANDALONE",
         "speculative_draft_model_path": str(folder / "model"),
     }
-    faulty = (*SCENARIOS, ("siblings", "swap_chains"))
+    faults = ("swap_chains", "draft_tails_swapped", "alternate")
+    faulty = (*SCENARIOS, *(("siblings", fault) for fault in faults))
     jobs = {
         REFERENCE: (config(REFERENCE, SCENARIOS, **drafts), REFERENCE),
         NOISE: (config(NOISE, SCENARIOS), NOISE),
@@ -96,6 +99,11 @@ def verified(run, key) -> list[dict]:
     return [step for step in steps if set(step["extend"]) == {TOKENS}]
 
 
+def drafted(run, key) -> list[dict]:
+    """Rounds of draft steps: the target model never decodes."""
+    return [step for step in run.steps[key] if "extend" not in step]
+
+
 def test_outputs_are_as_equal_as_those_of_two_stock_backends(runs):
     noise, tested = share(runs, NOISE, SCENARIOS), share(runs, TESTED, SCENARIOS)
     print(f"equal tokens: {REFERENCE}/{TESTED} {tested:.4f}, {REFERENCE}/{NOISE} {noise:.4f}")
@@ -104,7 +112,7 @@ def test_outputs_are_as_equal_as_those_of_two_stock_backends(runs):
 
 def test_chains_were_verified_over_plans_in_graphs(runs):
     run = runs[TESTED]
-    assert prefix_graphs(run.log) == [len(ENGINE["cuda_graph_bs_decode"])]
+    assert prefix_graphs(run.log) == [len(ENGINE["cuda_graph_bs_decode"])] * 2  # drafts have theirs
     for key in SCENARIOS:
         assert {step["variant"] for step in verified(run, key)} == {"prefix"}, key
     several = [step for step in verified(run, ("siblings", "")) if len(step["extend"]) == 4]
@@ -122,11 +130,27 @@ def test_swapped_chains_are_found(runs):
     assert equal_share(stock, runs[TESTED].outputs["siblings", "swap_chains"]) < noise - MARGIN
 
 
-def test_the_draft_model_runs_stock_kernels(runs):
-    """Though none were asked for: SGLang drafts with backends that it knows."""
-    log = runs[TESTED].log
-    assert "the draft model runs stock kernels (draft_model)" in log
-    assert f"Overriding draft attention backend to {REFERENCE}" in log
+def test_draft_steps_ran_plans_in_graphs(runs):
+    """Beside a backend that SGLang drafts with, though none was asked for."""
+    run = runs[TESTED]
+    assert "decode steps of the draft model run plans" in run.log
+    assert f"Overriding draft attention backend to {REFERENCE}" in run.log
+    for key in SCENARIOS:
+        assert {step["variant"] for step in drafted(run, key)} == {"prefix"}, key
+
+
+def test_wrong_plans_of_draft_steps_are_found(runs):
+    """Fewer drafts are accepted, so that there are more rounds; outputs stay right."""
+    run, fault = runs[TESTED], ("siblings", "draft_tails_swapped")
+    assert len(drafted(run, fault)) > len(drafted(run, ("siblings", "")))
+    noise = share(runs, NOISE, plain("siblings"))
+    stock = runs[REFERENCE].outputs["siblings", ""]
+    assert equal_share(stock, run.outputs[fault]) >= noise - MARGIN
+
+
+def test_stock_and_prefix_rounds_alternate_on_draft_graphs(runs):
+    variants = [step["variant"] for step in drafted(runs[TESTED], ("siblings", "alternate"))]
+    assert len(variants) > 4 and all(a != b for a, b in pairwise(variants))
 
 
 def test_ngrams_that_are_chains_are_verified_over_plans(runs, others):
@@ -145,6 +169,10 @@ def test_eagle_drafts_whose_tree_has_bigrams_pass_the_checks(runs, others):
     """Of paths and slots in each step, and of layers against stock attention in every fourth."""
     steps = [step for key in SCENARIOS for step in verified(others[EAGLE], key)]
     assert {(step["variant"], step["reason"]) for step in steps} == {("prefix", "forced")}
+    rounds = [step for key in SCENARIOS for step in drafted(others[EAGLE], key)]
+    assert {(step["variant"], step["reason"]) for step in rounds} == {("prefix", "forced")}
     assert any(step["cross_check"] for step in steps) and steps[-1]["mismatches"] == 0
+    assert any(step["cross_check"] for step in rounds)
+    assert "prefix and stock attention differ" not in others[EAGLE].log
     noise = share(runs, NOISE, SCENARIOS)
     assert share(runs | others, EAGLE, SCENARIOS) >= noise - MARGIN
