@@ -51,8 +51,9 @@ class Settings:
         False,
         _FLAG,
         "With 1, where `prefix` is the prefill backend, too: extend and verify batches whose "
-        "requests share cached prefixes run row tiles where that is predicted to be faster. Off "
-        "by default: on an H200 first tokens gain nothing, verification of draft chains does.",
+        "requests share cached prefixes, and a draft model's decode steps, run row tiles where "
+        "that is predicted to be faster. Off by default: on an H200 first tokens gain nothing, "
+        "verification of draft chains does.",
     )
     headroom: int = _variable(
         64,
