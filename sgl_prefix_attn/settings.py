@@ -50,10 +50,11 @@ class Settings:
     prefill: bool = _variable(
         False,
         _FLAG,
-        "With 1, where `prefix` is the prefill backend, too: extend and verify batches whose "
-        "requests share cached prefixes, and a draft model's decode steps, run row tiles where "
-        "that is predicted to be faster. Off by default: on an H200 first tokens gain nothing, "
-        "verification of draft chains does.",
+        "With 1, where `prefix` is the prefill backend, too: extend batches whose requests share "
+        "cached prefixes run row tiles where that is predicted to be faster, and so do batches "
+        "that verify drafts, and a draft model's decode steps, which need no variable with "
+        "`--speculative-attention-mode decode`. Off by default: on an H200 first tokens gain "
+        "nothing.",
     )
     headroom: int = _variable(
         64,

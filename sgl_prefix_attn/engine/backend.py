@@ -24,7 +24,7 @@ from sgl_prefix_attn.engine import model_facts, sglang_config
 from sgl_prefix_attn.engine.build import build, padding_plan
 from sgl_prefix_attn.engine.counters_of import counters_of
 from sgl_prefix_attn.engine.cross_check import check_layer
-from sgl_prefix_attn.engine.extends import Extends, build_extends, serves_prefill
+from sgl_prefix_attn.engine.extends import Extends, PlannedKinds, build_extends
 from sgl_prefix_attn.engine.graph_variants import GraphVariants
 from sgl_prefix_attn.engine.planned_layer import attend, must_raise, option_of, write_kv
 from sgl_prefix_attn.engine.ranks import agreement
@@ -83,14 +83,13 @@ class PrefixAttnBackend(AttentionBackend):
             self._heads = model_facts.head_config(runner)
             problem = why_no_backend(torch.device(runner.device), self._heads, runner.dtype)
             self._model_problem = problem or self._model_problem
-        if self._model_problem is None or (
-            self._model_problem == speculates and serves_prefill(runner, settings)
-        ):
+        kinds = PlannedKinds.of(runner.server_args, settings)
+        if self._model_problem is None or (self._model_problem == speculates and kinds.any):
             built = build(runner, self._heads, settings)
             self._extends = build_extends(
                 runner, self._heads, settings, counters, self._stock_of, built
             )
-            if self._extends is not None and runner.device != "cpu":
+            if self._extends is not None and kinds.prefill and runner.device != "cpu":
                 self._stock_prefill = create_stock_prefill(runner)
         if self._model_problem is None:
             planner, predictor = built.planner, built.predictor

@@ -8,6 +8,7 @@ import torch
 from sgl_prefix_attn.engine import model_facts, sglang_config
 from sgl_prefix_attn.engine.build import build
 from sgl_prefix_attn.engine.counters_of import counters_of
+from sgl_prefix_attn.engine.extends import PlannedKinds
 from sgl_prefix_attn.engine.planned_drafts import PlannedDrafts
 from sgl_prefix_attn.execute.backends.choice import why_no_backend, why_no_row_tiles
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
@@ -27,11 +28,10 @@ def plan_drafts(runner, topk: int, stock):
 
     Raises as build() does.
     """
-    names = sglang_config.attention_backends(runner.server_args)
-    if stock is None or set(names) != {BACKEND_NAME}:
+    if stock is None or BACKEND_NAME not in sglang_config.attention_backends(runner.server_args):
         return stock  # a server of other backends need not have our variables right
     settings = Settings.from_env()
-    if not settings.prefill:
+    if not PlannedKinds.of(runner.server_args, settings).verify:
         return stock
     if (why_not := why_stock(runner, topk, settings)) is not None:
         return _left_alone(stock, why_not)

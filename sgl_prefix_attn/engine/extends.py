@@ -1,4 +1,4 @@
-"""Extend and verify batches over a plan of their own, where `prefix` is the prefill backend, too.
+"""Extend and verify batches over a plan of their own, where they reach the backend.
 
 Driven as the backend is: observe() on the host, begin() or begin_graph() before the forward pass,
 forward() in every layer. A plan serves one batch. SGLang runs the attention of extend batches
@@ -8,6 +8,7 @@ they are stock. Verification has decode graphs of two variants (graph_variants.p
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,10 +39,31 @@ logger = logging.getLogger(__name__)
 _MOST_QUERIES = 1 << 14
 
 
-def serves_prefill(runner, settings: Settings) -> bool:
-    """Tell whether extend batches reach the backend and may run plans there."""
-    prefill_name, _ = sglang_config.attention_backends(runner.server_args)
-    return prefill_name == BACKEND_NAME and settings.prefill
+@dataclass(frozen=True)
+class PlannedKinds:
+    """Which batches of several tokens a request reach the backend and may run plans: prompts, and
+    drafts that a target model verifies."""
+
+    prefill: bool
+    verify: bool
+
+    @classmethod
+    def of(cls, server_args, settings: Settings) -> "PlannedKinds":
+        """Verification is planned where SGLang does it with the decode backend, or where prefill
+        is."""
+        prefill_name, decode_name = sglang_config.attention_backends(server_args)
+        options = sglang_config.options(server_args)
+        prefill = prefill_name == BACKEND_NAME and settings.prefill
+        mode, speculates = options.speculative_attention_mode, options.speculative_algorithm
+        by_decode = mode == "decode" and speculates is not None
+        return cls(prefill, decode_name == BACKEND_NAME and (prefill or by_decode))
+
+    @property
+    def any(self) -> bool:
+        return self.prefill or self.verify
+
+    def __str__(self) -> str:
+        return " and ".join(name for name, planned in vars(self).items() if planned)
 
 
 def build_extends(
@@ -52,9 +74,10 @@ def build_extends(
     stock_of: Callable[[Any], AttentionBackend],
     decode: Execution,
 ) -> "Extends | None":
-    """Build what runs extend batches beside `decode`; None where all of them are stock: by the
-    settings, with another prefill backend, or without row tiles."""
-    if not serves_prefill(runner, settings):
+    """Build what runs extend and verify batches beside `decode`; None where all of them are stock:
+    by the settings, with other backends, or without row tiles."""
+    kinds = PlannedKinds.of(runner.server_args, settings)
+    if not kinds.any:
         return None
     device = torch.device(runner.device)
     backend: Any  # of row tiles
@@ -63,7 +86,7 @@ def build_extends(
     elif device.type == "cpu":
         backend = row_tile_backend(device, heads, runner.dtype)
     else:
-        logger.info("--attention-backend prefix: prefill is stock attention (no row tiles)")
+        logger.info("--attention-backend prefix: %s is stock attention (no row tiles)", kinds)
         return None
     capacity = backend.server_capacity(_MOST_QUERIES, runner.max_total_num_tokens, 0)
     planner = RowTilePlanner(
@@ -83,11 +106,11 @@ def build_extends(
         problem=model_facts.unsupported_extend(runner),
         agree=agreement(),
     )
-    logger.info("--attention-backend prefix: extend batches with shared prefixes run row tiles")
+    logger.info("--attention-backend prefix: %s with shared prefixes runs row tiles", kinds)
     drafts = model_facts.speculative(runner.server_args)
     if drafts not in (None, "speculative:NGRAM", *model_facts.DRAFT_IN_STEPS):
         logger.info("--attention-backend prefix: the draft model runs stock kernels (%s)", drafts)
-    return Extends(runner, stock_of, preparer, planner, executor, counters)
+    return Extends(runner, kinds, stock_of, preparer, planner, executor, counters)
 
 
 class Extends:
@@ -99,6 +122,7 @@ class Extends:
     def __init__(
         self,
         runner,
+        kinds: PlannedKinds,
         stock_of: Callable[[Any], AttentionBackend],
         preparer: ExtendPreparer,
         planner: RowTilePlanner,
@@ -117,7 +141,8 @@ class Extends:
         self._num_queries = 0  # of the observed or active batch
         self._verifies = False  # it is one of a target model that verifies
         self._prefill_graph: str | None = None
-        self.can_verify = True
+        self._kinds = kinds
+        self.can_verify = kinds.verify
 
     @property
     def is_active(self) -> bool:
@@ -136,6 +161,8 @@ class Extends:
         """
         self.observed = self._active = None
         self._verifies = forward_batch.forward_mode.is_target_verify()
+        if not (self._kinds.verify if self._verifies else self._kinds.prefill):
+            return
         try:
             batch_asks = asked(forward_batch)
         except Exception as error:

@@ -15,14 +15,14 @@ _COUNTERS = (
     ("steps_total", "Decode steps by kernel variant and the reason for it.", "variant", "reason"),
     (
         "extends_total",
-        "Extend and verify batches by kernel variant and reason, where prefix serves prefill.",
+        "Extend and verify batches by kernel variant and reason, where they may run plans.",
         "variant",
         "reason",
     ),
     (
         "drafts_total",
-        "Rounds of a draft model's decode steps by kernel variant and reason, where prefix serves "
-        "prefill.",
+        "Rounds of a draft model's decode steps by kernel variant and reason, where they may run "
+        "plans.",
         "variant",
         "reason",
     ),

@@ -20,6 +20,7 @@ PLAIN_SERVER = {
     "enable_two_batch_overlap": False,
     "enable_pdmux": False,
     "speculative_algorithm": None,
+    "speculative_attention_mode": "prefill",
     "enable_torch_compile": False,
 }
 

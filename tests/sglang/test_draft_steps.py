@@ -293,3 +293,4 @@ def test_drafts_that_keep_sglangs_backend_and_why(start, reason, caplog):
 
 def test_without_verification_over_plans_drafts_keep_sglangs_backend(start):
     assert not start(env=(("PREFILL", "0"),)).plans
+    assert start(env=(("PREFILL", "0"),), speculative_attention_mode="decode").plans

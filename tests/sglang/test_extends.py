@@ -14,7 +14,7 @@ from sgl_prefix_attn.execute.reference import full_attention
 from sgl_prefix_attn.records import Decision
 from sgl_prefix_attn.settings import Settings
 from tests.sglang.engine import STOCK, Config
-from tests.sglang.fake_server import HKV, HQ, D, Server, Stock
+from tests.sglang.fake_server import HKV, HQ, PLAIN_SERVER, D, Server, Stock
 from tests.sglang.test_outputs import CHECKED, EVERYTHING, REFERENCE
 
 FAULTS = ("swap_chains", "drop_a_token")
@@ -236,12 +236,12 @@ def test_cross_check_counts_a_layer_that_differs(monkeypatch):
 def test_without_row_tiles_prefill_is_stock(monkeypatch, caplog):
     """On a GPU that runs packs."""
     decode = SimpleNamespace(planner=object(), executor=None)
-    runner = SimpleNamespace(device="cuda", server_args=None)
-    monkeypatch.setattr(
-        extends_module.sglang_config, "attention_backends", lambda args: ("prefix", "prefix")
-    )
+    runner = SimpleNamespace(device="cuda", server_args=SimpleNamespace(**PLAIN_SERVER))
+    config = extends_module.sglang_config
+    monkeypatch.setattr(config, "attention_backends", lambda args: ("prefix", "prefix"))
+    monkeypatch.setattr(config, "options", lambda args: args)
     with caplog.at_level("INFO"):
         found = extends_module.build_extends(
             runner, None, Settings(prefill=True), None, None, decode
         )
-    assert found is None and "no row tiles" in caplog.text
+    assert found is None and "prefill and verify is stock attention (no row tiles)" in caplog.text

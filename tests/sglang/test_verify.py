@@ -3,8 +3,12 @@
 SGLang's speculative workers do not start without a GPU: batches are as its EAGLE worker makes them.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from sglang.srt.layers.attention import hybrid_attn_backend
+from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 
@@ -13,7 +17,7 @@ from sgl_prefix_attn.execute.reference import full_attention
 from sgl_prefix_attn.records import Decision
 from sgl_prefix_attn.settings import Settings
 from tests.sglang.fake_graph_runner import GraphRunner, labels
-from tests.sglang.fake_server import HQ, PLAIN_SERVER, D, Server
+from tests.sglang.fake_server import HQ, PLAIN_SERVER, D, Server, Stock
 from tests.support.fake_sglang import LMCRadixCache
 from tests.support.multi_token import CHAIN_FAULTS
 
@@ -123,10 +127,48 @@ def test_drafts_that_are_no_chains_are_stock(server, change):
     assert server.backend.counters.extends == {TREE: 1}
 
 
-def test_without_prefill_by_prefix_nothing_is_built(monkeypatch):
+def test_where_prefill_verifies_and_is_another_nothing_is_built(monkeypatch):
     monkeypatch.setitem(PLAIN_SERVER, "speculative_algorithm", "EAGLE")
     server = Server(monkeypatch)
     assert server.backend._extends is None and not server.backend.can_capture(VERIFY)
+
+
+@pytest.fixture
+def decode_verifies(monkeypatch):
+    """--speculative-attention-mode decode with a prefill backend of SGLang's."""
+    monkeypatch.setitem(PLAIN_SERVER, "speculative_algorithm", "EAGLE")
+    monkeypatch.setitem(PLAIN_SERVER, "speculative_attention_mode", "decode")
+    server = Server(monkeypatch, Settings(headroom=8))
+    server.publish_config()
+    server.runner.model_config = SimpleNamespace(context_len=512)
+    # newer releases ask the context, older ones the arguments of the runner
+    spec = SimpleNamespace(speculative_attention_mode="decode", speculative_algorithm="EAGLE")
+    monkeypatch.setattr(hybrid_attn_backend, "get_spec", lambda: spec, raising=False)
+    server.prefill = Stock([])
+    server.runner.attn_backend = HybridAttnBackend(server.runner, server.prefill, server.backend)
+    return server
+
+
+def test_the_decode_backend_verifies_over_plans_where_it_is_asked_to(decode_verifies):
+    server = decode_verifies
+    runner = VerifyRunner(server)
+    runner.capture()
+    assert labels(runner) == [(n, label) for n in (4, 2, 1) for label in (None, "prefix")]
+    captured = len(server.stock.calls)
+    for grown in (1, 4):
+        batch, q, out, replayed = runner.verify(grown)
+        torch.testing.assert_close(out, expected(server, q, batch), rtol=1e-5, atol=1e-5)
+        assert replayed and runner._replay_graph_key.variant_label == "prefix"
+    assert len(server.stock.calls) == captured and "extend" not in server.prefill.calls
+    assert server.backend.counters.extends == {PREFIX: 2}
+
+
+def test_prompts_are_not_planned_where_only_verification_is(decode_verifies):
+    server = decode_verifies
+    batch = server.batch(0, ForwardMode.EXTEND)
+    batch.extend_seq_lens_cpu = [4] * len(batch.seq_lens)
+    server.observe(batch)
+    assert server.backend._extends.observed is None and not server.backend.counters.extends
 
 
 # --- in graphs ------------------------------------------------------------------------------------
