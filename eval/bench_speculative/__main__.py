@@ -70,7 +70,8 @@ def _run(folder: Path, stack: contextlib.ExitStack, args, workload: Workload) ->
         counts[backend] = home / "verify.json"
         env = {"SGLANG_SIMULATE_ACC_LEN": str(accepted), verify_steps.ENV: str(counts[backend])}
         plugin = verify_steps.__name__ if uses_prefix(backend) else None
-        engines[backend] = start(stack, backend, home, arguments, plugin=plugin, env=env)
+        own = arguments | verifying_arguments(backend)
+        engines[backend] = start(stack, backend, home, own, plugin=plugin, env=env)
     wait_until_up(engines)
     vocab_size = SHAPES[args.model_shape]["vocab_size"]
     samples = alternate(
@@ -115,6 +116,13 @@ def draft_arguments(folder: Path, shape: str, tokens: int) -> dict:
     }
 
 
+def verifying_arguments(backend: str) -> dict:
+    """Return the engine's arguments by which `prefix` verifies behind another prefill backend."""
+    prefill, _, decode = backend.partition("/")
+    mixed = uses_prefix(decode) and not uses_prefix(prefill)
+    return {"speculative_attention_mode": "decode"} if mixed else {}
+
+
 def speculative(text: str) -> tuple[int, int]:
     """Parse DRAFTED:ACCEPTED tokens a step."""
     drafted, _, accepted = text.partition(":")
@@ -135,7 +143,11 @@ def _text(row: dict) -> str:
 def _parse(argv: list[str]):
     parser = argparse.ArgumentParser(prog="python -m eval.bench_speculative", description=__doc__)
     parser.add_argument("--model-shape", default="llama3.1-8b", choices=LLAMAS)
-    parser.add_argument("--backends", default="flashinfer,prefix/prefix", help="first: baseline")
+    parser.add_argument(
+        "--backends",
+        default="flashinfer,prefix/prefix",
+        help="first: baseline; such as fa3,fa3/prefix",
+    )
     parser.add_argument("--workload", default="shared8k", help="a name, or 64x8192+256")
     parser.add_argument("--speculative", type=speculative, default="4:3", help="DRAFTED:ACCEPTED")
     parser.add_argument("--alternations", type=count, default=3)

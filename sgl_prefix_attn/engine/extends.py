@@ -86,7 +86,9 @@ def build_extends(
     elif device.type == "cpu":
         backend = row_tile_backend(device, heads, runner.dtype)
     else:
-        logger.info("--attention-backend prefix: %s is stock attention (no row tiles)", kinds)
+        logger.info(
+            "--attention-backend prefix: %s batches run stock attention (no row tiles)", kinds
+        )
         return None
     capacity = backend.server_capacity(_MOST_QUERIES, runner.max_total_num_tokens, 0)
     planner = RowTilePlanner(
@@ -106,7 +108,7 @@ def build_extends(
         problem=model_facts.unsupported_extend(runner),
         agree=agreement(),
     )
-    logger.info("--attention-backend prefix: %s with shared prefixes runs row tiles", kinds)
+    logger.info("--attention-backend prefix: row tiles serve %s batches of shared prefixes", kinds)
     drafts = model_facts.speculative(runner.server_args)
     if drafts not in (None, "speculative:NGRAM", *model_facts.DRAFT_IN_STEPS):
         logger.info("--attention-backend prefix: the draft model runs stock kernels (%s)", drafts)

@@ -17,7 +17,12 @@ from sgl_prefix_attn.step.preparer import Step
 
 ARGS = ["--device", "cpu", "--model-shape", "tiny", "--workload", "3x50+7"]
 ARGS += ["--backends", "flashinfer,prefix/prefix", "--alternations", "2"]
-SECONDS = {"flashinfer": 0.024, "prefix/prefix": 0.018}  # a step of the engine
+SECONDS = {
+    "flashinfer": 0.024,
+    "prefix/prefix": 0.018,
+    "fa3": 0.02,
+    "fa3/prefix": 0.01,
+}  # a step of the engine
 STEPS = {"prefix:predicted_faster": 6, "stock:graph_batch_size": 2}
 ROUNDS = {"prefix:predicted_faster": 3, "stock:predicted_slower": 5}
 
@@ -78,6 +83,12 @@ def test_all_engines_draft_alike(engines):
         "speculative_eagle_topk": 1,
         "speculative_num_draft_tokens": 5,
     }
+
+
+def test_prefix_verifies_behind_another_prefill_backend(engines):
+    assert bench.main([*ARGS, "--backends", "fa3,fa3/prefix"]) == 0
+    stock, prefix = engines.arguments.values()
+    assert prefix == stock | {"speculative_attention_mode": "decode"}
 
 
 def test_the_draft_has_one_layer_of_the_targets_shape(tmp_path):

@@ -28,7 +28,7 @@ pytestmark = test_extend_engines.pytestmark
 
 SCENARIOS = plain("staggered", "siblings", "two_turns", "crowd")
 TOKENS = 4
-NGRAM, EAGLE = "ngram", "eagle"
+NGRAM, EAGLE, DECODE = "ngram", "eagle", "decode"
 REPEATED = plain("siblings", "repeated")
 CHAINS = {
     "speculative_num_steps": TOKENS - 1,
@@ -39,11 +39,11 @@ PLANNED = {"prefill_attention_backend": TESTED}
 
 
 def config(name, scenarios, env=None, **engine) -> Config:
-    env = (env or {}) | {
+    env = {
         "SGL_PREFIX_ATTN_CPU_PLATFORM": "0",
         "SGL_PREFIX_ATTN_POLICY": "prefix",
         "SGL_PREFIX_ATTN_PREFILL": "1",
-    }
+    } | (env or {})
     return Config(f"verify-{name}", scenarios, ENGINE | engine, env)
 
 
@@ -71,7 +71,8 @@ def runs(folder):
 
 @pytest.fixture(scope="module")
 def others(runs, folder):
-    """Engines that verify n-grams, and drafts of an EAGLE layer with random weights."""
+    """Engines that verify n-grams, and drafts of an EAGLE layer with random weights, these also
+    behind a prefill backend of SGLang's."""
     layer = write_config(
         folder / "draft", "tiny", architectures=["LlamaForCausalLMEagle"], num_hidden_layers=1,
         hidden_size=512, intermediate_size=1024, head_dim=128,
@@ -86,10 +87,13 @@ def others(runs, folder):
         "speculative_draft_model_path": str(layer),
         "speculative_draft_load_format": "dummy",
     }
+    no_variable = {"SGL_PREFIX_ATTN_PREFILL": "0"}
     checks = {"SGL_PREFIX_ATTN_CHECK": "1", "SGL_PREFIX_ATTN_CHECK_EVERY": "4"}
+    decode = {"prefill_attention_backend": "fa3", "speculative_attention_mode": "decode"}
     jobs = {
         NGRAM: (config(NGRAM, REPEATED, **ngrams, **PLANNED), TESTED),
         EAGLE: (config(EAGLE, SCENARIOS, checks, **eagle, **PLANNED), TESTED),
+        DECODE: (config(DECODE, SCENARIOS, no_variable, **eagle, **decode), TESTED),
     }
     return run_together(jobs, folder / "model", folder)
 
@@ -163,6 +167,14 @@ def test_ngrams_that_are_chains_are_verified_over_plans(runs, others):
     stock = runs[REFERENCE].outputs["siblings", ""]
     assert equal_share(stock, run.outputs["siblings", ""]) >= noise - MARGIN
     assert equal_share(stock + stock, run.outputs[key]) >= noise - MARGIN
+
+
+def test_the_decode_backend_verifies_behind_another_prefill_backend(runs, others):
+    steps = [step for key in SCENARIOS for step in verified(others[DECODE], key)]
+    assert {(step["variant"], step["reason"]) for step in steps} == {("prefix", "forced")}
+    assert "row tiles serve verify batches" in others[DECODE].log
+    noise = share(runs, NOISE, SCENARIOS)
+    assert share(runs | others, DECODE, SCENARIOS) >= noise - MARGIN
 
 
 def test_eagle_drafts_whose_tree_has_bigrams_pass_the_checks(runs, others):

@@ -244,4 +244,7 @@ def test_without_row_tiles_prefill_is_stock(monkeypatch, caplog):
         found = extends_module.build_extends(
             runner, None, Settings(prefill=True), None, None, decode
         )
-    assert found is None and "prefill and verify is stock attention (no row tiles)" in caplog.text
+    assert (
+        found is None
+        and "prefill and verify batches run stock attention (no row tiles)" in caplog.text
+    )
