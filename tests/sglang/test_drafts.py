@@ -107,7 +107,7 @@ def test_drafts_of_other_kinds_run_stock_kernels_and_the_log_says_so(start, capl
 def test_ngrams_have_no_draft_model(start, caplog):
     with caplog.at_level("INFO"):
         start("NGRAM")
-    assert "extend batches" in caplog.text and "draft model" not in caplog.text
+    assert "verify batches" in caplog.text and "draft model" not in caplog.text
 
 
 def test_sglang_drafts_with_backends_of_its_own_alone(monkeypatch):
