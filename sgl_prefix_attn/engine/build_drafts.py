@@ -11,8 +11,9 @@ from sgl_prefix_attn.engine.counters_of import counters_of
 from sgl_prefix_attn.engine.extends import PlannedKinds
 from sgl_prefix_attn.engine.planned_drafts import PlannedDrafts
 from sgl_prefix_attn.execute.backends.choice import why_no_backend, why_no_row_tiles
+from sgl_prefix_attn.execute.backends.family import choose_family
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
-from sgl_prefix_attn.records import STOCK
+from sgl_prefix_attn.records import PREFIX, STOCK
 from sgl_prefix_attn.settings import BACKEND_NAME, Settings
 
 logger = logging.getLogger(__name__)
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 def plan_drafts(runner, topk: int, stock):
     """Return the backend of a draft model's decode steps: `stock`, SGLang's own, with plans beside
-    it where the target model's drafts may be verified over plans and the draft model allows them.
+    it where batches that verify may run plans and the draft model allows its own.
 
     runner  the draft model's ModelRunner
     topk    tokens that a step drafts for each request
@@ -61,8 +62,15 @@ def why_stock(runner, topk: int, settings: Settings) -> str | None:
     if model not in (None, algorithm):
         return model
     device, heads = torch.device(runner.device), model_facts.head_config(runner)
-    kernels = why_no_backend if device.type == "cpu" else why_no_row_tiles
-    return model_facts.unsupported_extend(runner) or kernels(device, heads, runner.dtype)
+    if (why_not := model_facts.unsupported_extend(runner)) is not None:
+        return why_not
+    if device.type == "cpu":
+        return why_no_backend(device, heads, runner.dtype)
+    asked = options.speculative_draft_attention_backend
+    if settings.policy != PREFIX and asked not in (None, "flashinfer"):
+        return f"draft_backend:{asked}"  # the policy knows times of FlashInfer's alone
+    why_not = why_no_row_tiles(device, heads, runner.dtype)
+    return why_not or choose_family(settings.kernels, settings.strategy, None).why_not
 
 
 def _left_alone(stock, why_not: str):

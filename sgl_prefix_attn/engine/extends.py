@@ -109,9 +109,9 @@ def build_extends(
         agree=agreement(),
     )
     logger.info("--attention-backend prefix: row tiles serve %s batches of shared prefixes", kinds)
-    drafts = model_facts.speculative(runner.server_args)
-    if drafts not in (None, "speculative:NGRAM", *model_facts.DRAFT_IN_STEPS):
-        logger.info("--attention-backend prefix: the draft model runs stock kernels (%s)", drafts)
+    why_not = model_facts.no_draft_steps(runner.server_args)
+    if why_not is not None:
+        logger.info("--attention-backend prefix: the draft model runs stock kernels (%s)", why_not)
     return Extends(runner, kinds, stock_of, preparer, planner, executor, counters)
 
 

@@ -73,17 +73,36 @@ def speculative(server_args) -> str | None:
     return None if algorithm is None else f"speculative:{algorithm}"
 
 
+def no_draft_steps(server_args) -> str | None:
+    """Say why a draft model has no decode steps that plans could serve; None where it has, and
+    without a draft model."""
+    options, algorithm = sglang_config.options(server_args), speculative(server_args)
+    if algorithm in (None, "speculative:NGRAM"):
+        return None
+    if getattr(options, "enable_multi_layer_eagle", False):
+        return "multi_layer"  # each layer drafts a token, and none decodes
+    if algorithm not in DRAFT_IN_STEPS:
+        return algorithm
+    return "one_step" if options.speculative_num_steps == 1 else None
+
+
 def unsupported_server(server_args) -> str | None:
-    """Say which option of the server rules prefix kernels out, or None."""
+    """Say which option of the server rules prefix kernels out, or None.
+
+    The layout of ranks is asked of the options, too: where SGLang makes a draft model's backends,
+    what it says of this process is the draft model's own.
+    """
     ranks, given = sglang_config.parallel(), sglang_config.options(server_args)
+    attention_ranks = max(ranks.attn_dp_size, getattr(given, "attn_dp_size", None) or 1)
+    pipeline_ranks = max(ranks.pp_size, getattr(given, "pp_size", None) or 1)
     reasons = {
         "parallel:context": ranks.dcp_enabled,
         # --enable-dp-attention; from 0.5.22 on --attn-dp-size is enough.
-        "parallel:dp_attention": ranks.attn_dp_size > 1 or given.enable_dp_attention,
+        "parallel:dp_attention": attention_ranks > 1 or given.enable_dp_attention,
         # One request's KV pages lie on several ranks (from 0.5.21 on).
         "parallel:kv_cache_sharding": getattr(given, "enable_kv_cache_sharding", False),
         # Its microbatches take turns on one backend, which holds one plan.
-        "parallel:pipeline": ranks.pp_size > 1,
+        "parallel:pipeline": pipeline_ranks > 1,
         # Both decode with other backend instances than the one that the hook finds.
         "parallel:two_batch_overlap": given.enable_two_batch_overlap,
         "parallel:pdmux": given.enable_pdmux,

@@ -7,8 +7,10 @@ worker and its draft graph runner (fake_drafts.py).
 import pytest
 import torch
 
+from sgl_prefix_attn.engine import build_drafts
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.records import Decision
+from sgl_prefix_attn.settings import Settings
 from tests.sglang.fake_drafts import LAYERS, STEPS, Drafts
 from tests.sglang.fake_graph_runner import labels
 from tests.support.fake_sglang import LMCRadixCache
@@ -279,6 +281,9 @@ REASONS = {
     "speculative:FROZEN_KV_MTP": {"speculative_algorithm": "FROZEN_KV_MTP"},
     "forced": {"env": (("POLICY", "stock"),)},
     "torch_compile": {"enable_torch_compile": True},
+    # SGLang makes draft backends where its record of ranks is the draft model's own.
+    "parallel:dp_attention": {"attn_dp_size": 2},
+    "parallel:pipeline": {"pp_size": 2},
 }
 
 
@@ -289,6 +294,23 @@ def test_drafts_that_keep_sglangs_backend_and_why(start, reason, caplog):
     assert not drafts.plans
     said = [m for m in caplog.messages if "the draft model runs stock kernels" in m]
     assert f"the draft model runs stock kernels ({reason})" in said[-1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked", "reason"),
+    [
+        ({}, "flashinfer", None),
+        ({}, "fa3", "draft_backend:fa3"),
+        ({"policy": "prefix"}, "fa3", None),
+        ({"kernels": "triton"}, "flashinfer", "kernels:triton"),
+        ({"strategy": "naive"}, "flashinfer", "strategy:naive"),
+    ],
+)
+def test_on_a_gpu_the_policy_and_the_kernels_must_fit(start, monkeypatch, settings, asked, reason):
+    drafts = start(speculative_draft_attention_backend=asked)
+    monkeypatch.setattr(drafts.runner, "device", "cuda")
+    monkeypatch.setattr(build_drafts, "why_no_row_tiles", lambda *_: None)
+    assert build_drafts.why_stock(drafts.runner, 1, Settings(**settings)) == reason
 
 
 def test_without_verification_over_plans_drafts_keep_sglangs_backend(start):

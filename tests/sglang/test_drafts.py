@@ -104,6 +104,21 @@ def test_drafts_of_other_kinds_run_stock_kernels_and_the_log_says_so(start, capl
     assert "the draft model runs stock kernels (speculative:DFLASH)" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ({"speculative_num_steps": 1}, "one_step"),
+        ({"enable_multi_layer_eagle": True}, "multi_layer"),
+    ],
+)
+def test_drafts_without_decode_steps_are_told(start, monkeypatch, caplog, option, reason):
+    for name, value in option.items():
+        monkeypatch.setitem(PLAIN_SERVER, name, value)
+    with caplog.at_level("INFO"):
+        start("EAGLE")
+    assert f"the draft model runs stock kernels ({reason})" in caplog.text
+
+
 def test_ngrams_have_no_draft_model(start, caplog):
     with caplog.at_level("INFO"):
         start("NGRAM")
