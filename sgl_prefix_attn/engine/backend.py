@@ -26,7 +26,13 @@ from sgl_prefix_attn.engine.counters_of import counters_of
 from sgl_prefix_attn.engine.cross_check import check_layer
 from sgl_prefix_attn.engine.extends import Extends, PlannedKinds, build_extends
 from sgl_prefix_attn.engine.graph_variants import GraphVariants
-from sgl_prefix_attn.engine.planned_layer import attend, must_raise, option_of, write_kv
+from sgl_prefix_attn.engine.planned_layer import (
+    attend,
+    must_raise,
+    option_of,
+    padded_output,
+    write_kv,
+)
 from sgl_prefix_attn.engine.ranks import agreement
 from sgl_prefix_attn.engine.runner_backend import find_backend
 from sgl_prefix_attn.execute.backends.choice import why_no_backend
@@ -265,10 +271,7 @@ class PrefixAttnBackend(AttentionBackend):
         if self._active is self._padding:
             out = self._graph_out[: len(q)]
         else:
-            out = torch.empty_like(q)
-            batch_size = self._executor.batch_size
-            if len(q) > batch_size:
-                out[batch_size:] = 0  # padding rows, as in init_cuda_graph_state
+            out = padded_output(q, self._executor.batch_size)
         try:
             attend(self._executor, self.token_to_kv_pool, q, layer, forward_batch.seq_lens, out)
         except Exception as error:

@@ -18,7 +18,13 @@ from sgl_prefix_attn.engine import model_facts, sglang_config
 from sgl_prefix_attn.engine.asked_tokens import asked
 from sgl_prefix_attn.engine.build import Execution, padding_plan
 from sgl_prefix_attn.engine.cross_check import check_layer
-from sgl_prefix_attn.engine.planned_layer import attend, must_raise, option_of, write_kv
+from sgl_prefix_attn.engine.planned_layer import (
+    attend,
+    must_raise,
+    option_of,
+    padded_output,
+    write_kv,
+)
 from sgl_prefix_attn.engine.ranks import agreement
 from sgl_prefix_attn.execute.backends.choice import row_tile_backend
 from sgl_prefix_attn.execute.executor import PlanExecutor
@@ -225,8 +231,7 @@ class Extends:
             )
         write_kv(self._kv_pool, k, v, layer, forward_batch, save_kv_cache)
         rows = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out = torch.empty_like(rows)
-        out[self._num_queries :] = 0  # padding: a model may take statistics over all rows
+        out = padded_output(rows, self._num_queries)
         try:
             attend(self._executor, self._kv_pool, rows, layer, forward_batch.seq_lens, out)
         except Exception as error:

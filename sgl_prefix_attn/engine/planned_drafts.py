@@ -21,7 +21,7 @@ from sgl_prefix_attn.engine import sglang_config
 from sgl_prefix_attn.engine.build import Execution, padding_plan
 from sgl_prefix_attn.engine.draft_step import DraftStep
 from sgl_prefix_attn.engine.graph_variants import GraphVariants
-from sgl_prefix_attn.engine.planned_layer import must_raise
+from sgl_prefix_attn.engine.planned_layer import must_raise, padded_output
 from sgl_prefix_attn.engine.ranks import agreement
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.paths.tree_reader import RunningBatch
@@ -187,9 +187,7 @@ class PlannedDrafts:
         """Return a layer's output, like q [>= B, Hq, D], whose padding rows are zero."""
         if self._active is self._capture:
             return self._graph_out[: len(q)]  # a layer's is consumed before the next writes it
-        out = torch.empty_like(q)
-        out[self.executor.batch_size :] = 0
-        return out
+        return padded_output(q, self.executor.batch_size)
 
     def fail(self, error: Exception, i_step: int, forward_batch) -> None:
         """Go on with stock attention after kernels that failed; raises the error where that cannot

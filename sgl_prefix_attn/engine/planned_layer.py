@@ -19,6 +19,14 @@ def write_kv(kv_pool, k, v, layer, forward_batch, save_kv_cache: bool) -> None:
         kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
 
 
+def padded_output(q: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return a layer's output like q [>= rows, Hq, D]. What is behind `rows` is padding, and zero:
+    a model may take statistics over all of them."""
+    out = torch.empty_like(q)
+    out[rows:] = 0
+    return out
+
+
 def attend(
     executor: PlanExecutor, kv_pool, q, layer, seq_lens: torch.Tensor, out: torch.Tensor
 ) -> None:
