@@ -131,10 +131,12 @@ def with_largest_node_empty(forest):
 
 def with_two_tail_runs_swapped(forest, run) -> np.ndarray:
     """Exchange the requests of two tails among the runs of row tiles, of one place and length where
-    there are such; return the runs themselves when there are no two."""
+    there are such; return the runs themselves when there are no two. A small batch is read request
+    by request: then a run holds a shared node and the tail below it."""
     from sgl_prefix_attn.plan.row_tiles import R_LEN, R_REQUEST, R_START
 
-    tails = np.flatnonzero(run[:, R_START] == forest.tail_start[run[:, R_REQUEST]])
+    begins, start = run[:, R_START], forest.tail_start[run[:, R_REQUEST]]
+    tails = np.flatnonzero((begins <= start) & (start < begins + run[:, R_LEN]))
     pair = _two_alike(tails, run[tails][:, [R_START, R_LEN]])
     if pair is None:
         return run

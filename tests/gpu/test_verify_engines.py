@@ -1,8 +1,8 @@
 """Engines with speculative decoding on a Hopper GPU: chains are drafted and verified over plans, in
 graphs.
 
-The draft model is the target itself, so that nearly every draft is accepted and lengths move by
-several tokens a step. N-grams and an EAGLE layer draft in engines of their own.
+The draft model is the target itself, of whose drafts SGLang accepts about half, stock or not:
+lengths move by one to four tokens a step. N-grams and an EAGLE layer draft in engines of their own.
 """
 
 from itertools import pairwise
@@ -59,7 +59,7 @@ def runs(folder):
         "speculative_algorithm": "STANDALONE",
         "speculative_draft_model_path": str(folder / "model"),
     }
-    faults = ("swap_chains", "draft_tails_swapped", "alternate")
+    faults = ("swap_chains", "draft_node_dropped", "alternate")
     faulty = (*SCENARIOS, *(("siblings", fault) for fault in faults))
     jobs = {
         REFERENCE: (config(REFERENCE, SCENARIOS, **drafts), REFERENCE),
@@ -144,9 +144,15 @@ def test_draft_steps_ran_plans_in_graphs(runs):
 
 
 def test_wrong_plans_of_draft_steps_are_found(runs):
-    """Fewer drafts are accepted, so that there are more rounds; outputs stay right."""
-    run, fault = runs[TESTED], ("siblings", "draft_tails_swapped")
-    assert len(drafted(run, fault)) > len(drafted(run, ("siblings", "")))
+    """Drafts that do not see the prompt are hardly accepted, and requests take half as many rounds
+    again or more; outputs stay right."""
+    run, fault = runs[TESTED], ("siblings", "draft_node_dropped")
+    rounds = [
+        sum(len(step["requests"]) for step in drafted(run, key))
+        for key in (("siblings", ""), fault)
+    ]
+    print(f"rounds of requests: {rounds[0]}, {rounds[1]} with a fault")
+    assert rounds[1] > 1.5 * rounds[0]
     noise = share(runs, NOISE, plain("siblings"))
     stock = runs[REFERENCE].outputs["siblings", ""]
     assert equal_share(stock, run.outputs[fault]) >= noise - MARGIN

@@ -240,12 +240,12 @@ def _plant_faults(preparer, build, fault_file: Path):
 
     def faulty_tiles(forest, *args):
         fault = _read(fault_file)
-        if fault == "shared_node_dropped":
+        # Where chains are verified over plans, plans of one query a request are of draft steps.
+        drafts = fault == "draft_node_dropped" and forest.query_lens is None
+        if fault == "shared_node_dropped" or drafts:
             forest = faults.with_largest_node_empty(forest)
         good = make_tiles(forest, *args)
-        # Where chains are verified over plans, plans of one query a request are of draft steps.
-        drafts = fault == "draft_tails_swapped" and forest.query_lens is None
-        if fault != "tails_swapped" and not drafts:
+        if fault != "tails_swapped":
             return good
         run = faults.with_two_tail_runs_swapped(forest, good.run)
         return dataclasses.replace(good, run=run)
