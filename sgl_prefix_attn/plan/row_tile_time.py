@@ -18,6 +18,10 @@ from sgl_prefix_attn.records import HeadConfig
 
 # bytes/us of outputs, written; set by hand, since they are a percent or two of a step.
 _RESULTS = 6e6
+# Microseconds of a CTA for an unmasked block of 128 rows and of 64 (head dim 128) where nothing but
+# arithmetic bounds a step (docs/kernel-log.md). Decode steps, to which the rates are fitted, hardly
+# ever get there; steps of many new tokens do.
+_WIDE_ALONE, _NARROW_ALONE = 1.03, 0.80
 # Blocks that a part of a split tile has at least: a shorter one is mostly fixed cost.
 LEAST_BLOCKS = 2
 # Ways to split tiles: into parts for this share of the CTAs.
@@ -39,23 +43,23 @@ class RowTileRates:
     overlap           exponent of the norm that joins CTAs, memory and L2: infinite where the
                       slowest hides the others
 
-    The numbers are one fit to 694 cuts of the 20 trees on an H100, at 32/8, 16/8, 32/4, 16/2 and
-    32/32 heads of 128 (eval/results/row_tile_cuts_h100.json): 4 to 5 % off, root mean square. They
-    hold together, not one by one: with this exponent, rates are above what is measured alone.
+    The numbers are one fit to 12,508 cuts of 400 random batches on an H100, at eight head
+    configurations of 128 (eval/results/row_tile_fit_h100.json): 5 to 6 % off, root mean square.
+    They hold together, not one by one: with this exponent, rates are above what is measured alone.
     """
 
-    wide: float = 0.931
-    narrow: float = 0.652
-    wide_masked: float = 0.596
-    narrow_masked: float = 0.601
-    item: float = 1.875
-    hbm: float = 3.462e6
-    l2: float = 13.2e6
-    fixed: float = 5.43
-    split: float = 0.294
-    part: float = 0.079
-    partial: float = 1.32e6
-    overlap: float = 1.739
+    wide: float = 0.6761
+    narrow: float = 0.5587
+    wide_masked: float = 0.5554
+    narrow_masked: float = 0.6151
+    item: float = 1.627
+    hbm: float = 3.795e6
+    l2: float = 52.08e6
+    fixed: float = 4.292
+    split: float = 1.533
+    part: float = 0.06812
+    partial: float = 1.192e6
+    overlap: float = 1.265
 
     def __post_init__(self):
         for name, value in vars(self).items():
@@ -117,16 +121,20 @@ def _part_costs(rates, edge, blocks, group, head_dim):
 
 
 @cached_njit
-def _busiest_cta(item, parts, num_kv_heads, num_sms):
-    """Tickets as the kernel hands them out: heaviest items first, rounds back and forth."""
-    load = np.zeros(num_sms)
+def _busiest_cta(item, products, parts, num_kv_heads, num_sms):
+    """The most that a CTA has of items' costs, and of their products. Tickets as the kernel hands
+    them out: heaviest items first, rounds back and forth."""
+    load, alone = np.zeros(num_sms), np.zeros(num_sms)
     ticket = 0
     for tile in np.argsort(-item, kind="mergesort"):
         for _ in range(parts[tile] * num_kv_heads):
             turn, cta = ticket // num_sms, ticket % num_sms
-            load[cta if turn % 2 == 0 else num_sms - 1 - cta] += item[tile]
+            if turn % 2 == 1:
+                cta = num_sms - 1 - cta
+            load[cta] += item[tile]
+            alone[cta] += products[tile]
             ticket += 1
-    return load.max()
+    return load.max(), alone.max()
 
 
 @cached_njit
@@ -136,23 +144,25 @@ def _predict_us(
     """The formula with rates in the order of RowTileRates' fields."""
     _, _, _, _, per_item, hbm, l2, fixed, split, per_part, partial, overlap = rates
     group = num_qo_heads // num_kv_heads
-    item = np.empty(costs.size)
+    item, products = np.empty(costs.size), np.empty(costs.size)
     read, partial_rows, most = 0, 0, 1
     for t in range(costs.size):
         queries = edge[t + 1] - edge[t]
         wide = queries * group > W.HALF_ROWS
         item[t] = costs[t] / parts[t] + (per_item if wide else per_item / 2)
+        alone = (_WIDE_ALONE if wide else _NARROW_ALONE) * (head_dim / 128)
+        products[t] = blocks[t, B_UNMASKED] / parts[t] * alone
         read += blocks[t, B_UNMASKED] + blocks[t, B_MASKED]
         if parts[t] > 1:
             partial_rows += queries * parts[t]
             most = max(most, parts[t])
     token_bytes = 4.0 * head_dim * num_kv_heads
     results = 2.0 * edge[-1] * num_qo_heads * head_dim
-    busiest = _busiest_cta(item, parts, num_kv_heads, num_sms)
+    busiest, arithmetic = _busiest_cta(item, products, parts, num_kv_heads, num_sms)
     memory = unique_tokens * token_bytes / hbm + results / _RESULTS
     gathered = read * W.BLOCK * token_bytes / l2
     terms = busiest**overlap + memory**overlap + gathered**overlap
-    us = terms ** (1 / overlap) + fixed
+    us = max(terms ** (1 / overlap), arithmetic) + fixed
     if most > 1:
         partial_bytes = partial_rows * num_qo_heads * (2.0 * head_dim + 8)
         us += split + per_part * most + partial_bytes / partial

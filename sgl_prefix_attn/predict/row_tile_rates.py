@@ -17,16 +17,16 @@ class _Fits:
     clocks, too.
 
     others  the GPU whose rates those without a fit take, with their own bandwidth
-    judged  where batches held out have shown how near both times come (eval.policy_holdout)
+    judged  whether batches held out on each of them have shown how near both times come
+            (eval.policy_holdout)
     """
 
     by_gpu: dict[str, RowTileRates]
     others: str
-    judged: frozenset[str]
+    judged: bool
 
 
-# An H100's rates are fitted to trees alone; the H200's are of eight head configurations
-# (eval/results/row_tile_fit_h200.json).
+# Of eight head configurations each (eval/results/row_tile_fit_h100.json, row_tile_fit_h200.json).
 _UP_TO_128 = _Fits(
     by_gpu={
         _H100: RowTileRates(),
@@ -37,7 +37,7 @@ _UP_TO_128 = _Fits(
         ),
     },
     others=_H100,
-    judged=frozenset({_H200}),
+    judged=True,
 )  # fmt: skip
 # Wider heads, where a block's softmax waits for its scores: head dim 256, five head configurations
 # (eval/results/row_tile_fit_h200_256.json).
@@ -50,7 +50,7 @@ _WIDER = _Fits(
         ),
     },
     others=_H200,
-    judged=frozenset(),
+    judged=False,
 )  # fmt: skip
 
 # From the surest to the least sure, as step/policy.GAINS has them.
@@ -79,7 +79,8 @@ def row_tile_source(calibration: Calibration) -> str:
     gpu, rates = calibration.key.gpu, "conservative"
     if calibration.num_sms == _FITTED_SMS:
         fits = _fits(calibration.key.heads.head_dim)
-        rates = "judged" if gpu in fits.judged else "measured" if gpu in fits.by_gpu else "scaled"
+        fitted = "judged" if fits.judged else "measured"
+        rates = fitted if gpu in fits.by_gpu else "scaled"
     if rates == "judged" and calibration.source in ("measured", "shipped"):
         return rates
     return max(calibration.source, rates, key=_SOURCES.index)

@@ -14,23 +14,21 @@ from sgl_prefix_attn.records import PathTable
 from sgl_prefix_attn.step.policy import GAINS
 from tests.support.calibrations import HEADS, KEY, NUM_SMS, calibration
 
-FITTED, JUDGED, OTHER = KEY.gpu, "NVIDIA H200", "NVIDIA GH200 480GB"
+H100, H200, OTHER = KEY.gpu, "NVIDIA H200", "NVIDIA GH200 480GB"
 
 
 @pytest.mark.parametrize(
     ("gpu", "num_sms", "source", "sure"),
     [
-        (FITTED, 132, "measured", "measured"),
-        (FITTED, 132, "shipped", "shipped"),
-        (JUDGED, 132, "measured", "judged"),
-        (JUDGED, 132, "shipped", "judged"),
-        (JUDGED, 132, "scaled", "scaled"),
-        (JUDGED, 120, "measured", "conservative"),
-        (FITTED, 132, "scaled", "scaled"),
+        (H100, 132, "measured", "judged"),
+        (H200, 132, "measured", "judged"),
+        (H100, 132, "shipped", "judged"),
+        (H200, 132, "scaled", "scaled"),
+        (H200, 120, "measured", "conservative"),
         (OTHER, 132, "measured", "scaled"),
         (OTHER, 132, "conservative", "conservative"),
         ("NVIDIA H20", 78, "measured", "conservative"),
-        (FITTED, 120, "measured", "conservative"),
+        (H100, 120, "measured", "conservative"),
     ],
 )
 def test_two_predicted_times_are_as_sure_as_the_less_sure(gpu, num_sms, source, sure):
@@ -49,8 +47,8 @@ def test_another_gpu_has_its_own_bandwidth():
 
 def test_wide_heads_have_rates_of_their_own():
     wide = replace(KEY, heads=replace(HEADS, head_dim=256))
-    there = calibration(replace(wide, gpu=JUDGED))
-    assert row_tile_rates(there) != row_tile_rates(calibration(replace(KEY, gpu=JUDGED)))
+    there = calibration(replace(wide, gpu=H200))
+    assert row_tile_rates(there) != row_tile_rates(calibration(replace(KEY, gpu=H200)))
     here = calibration(wide)
     ratio = here.rates.bandwidth / GPU_RATES["H200"].bandwidth
     fitted = row_tile_rates(there)
@@ -60,9 +58,9 @@ def test_wide_heads_have_rates_of_their_own():
 @pytest.mark.parametrize(
     ("gpu", "source", "sure"),
     [
-        (JUDGED, "measured", "measured"),  # no batches held out were judged
-        (JUDGED, "conservative", "conservative"),
-        (FITTED, "measured", "scaled"),
+        (H200, "measured", "measured"),  # no batches held out were judged
+        (H200, "conservative", "conservative"),
+        (H100, "measured", "scaled"),
     ],
 )
 def test_how_sure_times_of_wide_heads_are(gpu, source, sure):

@@ -204,6 +204,7 @@ def test_a_file_that_is_no_result_is_named(tmp_path, content, capsys):
                 "kernel_h100_long",
                 "policy_h200_fresh",
                 "policy_h200",
+                "policy_h100_row_tiles",
                 "policy_h200_packs",
                 "policy_h100",
                 "trace_h200_fa3",

@@ -59,7 +59,8 @@ def test_a_search_that_ends_early_is_told_by_measured_times(found, monkeypatch):
         assert one.timed >= 0.9 * one.batches == 0.9 * 25 and one.worst <= 1.02
     first = RowTilePlanner.promising
     monkeypatch.setattr(RowTilePlanner, "promising", lambda *args: first(*args)[:1])
-    assert picks.picks(found, TRUE)[2].mean > 1.1, "of one KV head few tiles may stay whole"
+    whole = picks.picks(found, TRUE)[2]  # few tiles of one KV head: a cut too slow to be sampled
+    assert whole.timed < 0.2 * whole.batches and whole.mean > 1.02
     with pytest.raises(ValueError, match="batch 1:3 is drawn otherwise"):
         picks.picks([replace(found[0], batch="1:3")], TRUE)
 
