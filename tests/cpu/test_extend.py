@@ -7,8 +7,10 @@ import pytest
 
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.plan.capacity import UNLIMITED
+from sgl_prefix_attn.plan.costs import GPU_RATES
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.predict.prefill_time import PrefillTime
+from sgl_prefix_attn.predict.row_tile_rates import rates_of_gpu
 from sgl_prefix_attn.records import Decision, HeadConfig, Prediction
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.step.extend import GAIN, ExtendPreparer, decide_extend
@@ -164,19 +166,22 @@ def test_the_order_of_reasons():
 # --- stock prefill by rates -----------------------------------------------------------------------
 
 
-def predicted(batch, cached, new):
-    """Factor by which a plan is predicted to be faster on an H100, 6000 tokens shared or none."""
+def predicted(batch, cached, new, gpu="NVIDIA H100 80GB HBM3"):
+    """Factor by which a plan is predicted to be faster, 6000 tokens shared or none."""
     nodes, leaf = ([(-1, cached)], [0] * batch) if cached else ([], [-1] * batch)
     paths = path_table(nodes, leaf, [new if cached else 2048 + new] * batch)
     lens = np.full(batch, new, np.int32)
-    plan = RowTilePlanner(LLAMA, num_sms=132).plan(paths, lens)
+    rates = rates_of_gpu(gpu, GPU_RATES["H100"].bandwidth, LLAMA.head_dim)
+    plan = RowTilePlanner(LLAMA, num_sms=132, rates=rates).plan(paths, lens)
     stock = PrefillTime(LLAMA).stock(paths.seq_lens, lens, plan.stats.kv_tokens_unique)
     return stock / plan.predicted_us
 
 
-def test_few_new_tokens_below_a_shared_prefix_gain_and_many_do_not():
-    eight, sixteen, *more = [predicted(128, 6000, new) for new in (8, 16, 32, 120)]
-    assert eight > 1.5 and eight > sixteen > GAIN > max(more)
+@pytest.mark.parametrize("gpu", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
+def test_few_new_tokens_below_a_shared_prefix_gain_and_many_do_not(gpu):
+    """Measured: 2.2 and 1.1 times as fast with 8 and 16, 0.85 with 32 (multi_token_h100.json)."""
+    eight, sixteen, *more = [predicted(128, 6000, new, gpu) for new in (8, 16, 24, 31, 32, 120)]
+    assert 2.0 < eight < 3.0 and eight > sixteen > GAIN > max(more)
 
 
 @pytest.mark.parametrize("new", [4, 16, 120, 512])
