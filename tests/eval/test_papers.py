@@ -231,14 +231,14 @@ def test_ablations_become_times_and_bytes(tmp_path, capsys):
 
 def test_servers_and_engines_become_ratios():
     def row(backend, tpot, steps, load="agent"):
-        return {"backend": backend, "load": load, "rate": "8", "sent": 3, "completed": 3,
+        return {"backend": backend, "load": load, "rate": "70%", "sent": 3, "completed": 3,
                 "tpot_ms": {"p50": tpot}, "ttft_ms": {"mean": 5.0}, "e2e_ms": {"mean": 9.0},
                 "steps": steps, "planning_s": 0.02}  # fmt: skip
 
     rows = [row("prefix", 8.0, {"prefix:x": 60, "stock:y": 40}), row("default", 10.0, {}),
             row("default", 99.0, {}, "gsp")]  # fmt: skip
     found = derived.serving(rows)
-    assert [r["batch"] for r in found] == ["agent at 8"] * 2
+    assert [r["batch"] for r in found] == ["agent at 70%"] * 2
     assert found[0]["planning_share"] == pytest.approx(0.2 / 8)  # 0.2 ms a step of 8 ms
     assert found[1]["planning_share"] is None
     texts = [claim.figure(found, "") for claim in EXPERIMENTS["pat-overhead"].claims]
