@@ -194,6 +194,7 @@ def test_a_file_that_is_no_result_is_named(tmp_path, content, capsys):
                 "papers_kernels_h200",
                 "papers_ablations_h200",
                 "papers_traces_h200",
+                "papers_overhead_h200",
                 "papers_expected",
             ),
             (),
