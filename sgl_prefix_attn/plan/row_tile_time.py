@@ -18,10 +18,10 @@ from sgl_prefix_attn.records import HeadConfig
 
 # bytes/us of outputs, written; set by hand, since they are a percent or two of a step.
 _RESULTS = 6e6
-# Microseconds of a CTA for an unmasked block of 128 rows and of 64 (head dim 128) where nothing but
-# arithmetic bounds a step (docs/kernel-log.md). Decode steps, to which the rates are fitted, hardly
-# ever get there; steps of many new tokens do.
-_WIDE_ALONE, _NARROW_ALONE = 1.03, 0.80
+# The first four rates where nothing but the products of unmasked blocks bounds a step
+# (docs/kernel-log.md). Decode steps, to which the rates are fitted, hardly ever get there; steps of
+# many new tokens do.
+_PRODUCTS = (1.03, 0.80, 0.0, 0.0)
 # Blocks that a part of a split tile has at least: a shorter one is mostly fixed cost.
 LEAST_BLOCKS = 2
 # Ways to split tiles: into parts for this share of the CTAs.
@@ -69,7 +69,8 @@ class RowTileRates:
 
 def part_costs(tiles: RowTiles, heads: HeadConfig, rates: RowTileRates) -> np.ndarray:
     """float [T]: CTA microseconds of each whole tile's blocks, for one KV head."""
-    return _part_costs(_values(rates), tiles.edge, tiles.blocks, heads.group_size, heads.head_dim)
+    block_rates = _values(rates)[:4]
+    return _part_costs(block_rates, tiles.edge, tiles.blocks, heads.group_size, heads.head_dim)
 
 
 def predict_us(
@@ -109,8 +110,8 @@ def _values(rates: RowTileRates) -> tuple[float, ...]:
 
 
 @cached_njit
-def _part_costs(rates, edge, blocks, group, head_dim):
-    wide, narrow, wide_masked, narrow_masked = rates[:4]
+def _part_costs(block_rates, edge, blocks, group, head_dim):
+    wide, narrow, wide_masked, narrow_masked = block_rates
     costs = np.empty(edge.size - 1)
     for t in range(costs.size):
         is_wide = (edge[t + 1] - edge[t]) * group > W.HALF_ROWS
@@ -144,14 +145,13 @@ def _predict_us(
     """The formula with rates in the order of RowTileRates' fields."""
     _, _, _, _, per_item, hbm, l2, fixed, split, per_part, partial, overlap = rates
     group = num_qo_heads // num_kv_heads
-    item, products = np.empty(costs.size), np.empty(costs.size)
+    products = _part_costs(_PRODUCTS, edge, blocks, group, head_dim) / parts
+    item = np.empty(costs.size)
     read, partial_rows, most = 0, 0, 1
     for t in range(costs.size):
         queries = edge[t + 1] - edge[t]
         wide = queries * group > W.HALF_ROWS
         item[t] = costs[t] / parts[t] + (per_item if wide else per_item / 2)
-        alone = (_WIDE_ALONE if wide else _NARROW_ALONE) * (head_dim / 128)
-        products[t] = blocks[t, B_UNMASKED] / parts[t] * alone
         read += blocks[t, B_UNMASKED] + blocks[t, B_MASKED]
         if parts[t] > 1:
             partial_rows += queries * parts[t]
@@ -193,7 +193,7 @@ def parts_within(costs: np.ndarray, budget: int, most: np.ndarray) -> np.ndarray
 def _ways_to_split(
     rates, edge, blocks, unique_tokens, num_qo_heads, num_kv_heads, head_dim, num_sms
 ):
-    costs = _part_costs(rates, edge, blocks, num_qo_heads // num_kv_heads, head_dim)
+    costs = _part_costs(rates[:4], edge, blocks, num_qo_heads // num_kv_heads, head_dim)
     parts = np.ones((1 + len(_SHARES), costs.size), np.int64)
     ways = 1
     if costs.size * num_kv_heads < num_sms and costs.sum() > 0:
