@@ -23,6 +23,8 @@ H100, H200, OTHER = KEY.gpu, "NVIDIA H200", "NVIDIA GH200 480GB"
         (H100, 132, "measured", "judged"),
         (H200, 132, "measured", "judged"),
         (H100, 132, "shipped", "judged"),
+        (H200, 132, "shipped", "judged"),
+        (H100, 132, "scaled", "scaled"),
         (H200, 132, "scaled", "scaled"),
         (H200, 120, "measured", "conservative"),
         (OTHER, 132, "measured", "scaled"),

@@ -21,7 +21,12 @@ from sgl_prefix_attn.predict.row_tile_rates import rates_of_gpu
 from sgl_prefix_attn.records import HeadConfig
 from tests.support.forests import random_paths
 
-TRUE = replace(RowTileRates(), wide=1.4, item=3.0, hbm=5e6, fixed=8.0)
+# Of samples and their times, whatever rates are shipped.
+CHOSEN_BY = RowTileRates(
+    wide=0.931, narrow=0.652, wide_masked=0.596, narrow_masked=0.601, item=1.875, hbm=3.462e6,
+    l2=13.2e6, fixed=5.43, split=0.294, part=0.079, partial=1.32e6, overlap=1.739,
+)  # fmt: skip
+TRUE = replace(CHOSEN_BY, wide=1.4, item=3.0, hbm=5e6, fixed=8.0)
 HEADS = (HeadConfig(32, 8, 128), HeadConfig(28, 4, 128), HeadConfig(8, 1, 128))
 
 
@@ -30,7 +35,7 @@ def made_up(count=25, noise=0.0):
     rng = np.random.default_rng(0)
     found = []
     for heads in HEADS:
-        planner = RowTilePlanner(heads, num_sms=132, headroom=0)
+        planner = RowTilePlanner(heads, num_sms=132, rates=CHOSEN_BY, headroom=0)
         for i, batch in enumerate(draw(1, count, 1 << 18)):
             forest = build_forest(batch.paths)
             for cut in measure.chosen(list(planner.cuts(forest))):
@@ -59,8 +64,7 @@ def test_a_search_that_ends_early_is_told_by_measured_times(found, monkeypatch):
         assert one.timed >= 0.9 * one.batches == 0.9 * 25 and one.worst <= 1.02
     first = RowTilePlanner.promising
     monkeypatch.setattr(RowTilePlanner, "promising", lambda *args: first(*args)[:1])
-    whole = picks.picks(found, TRUE)[2]  # few tiles of one KV head: a cut too slow to be sampled
-    assert whole.timed < 0.2 * whole.batches and whole.mean > 1.02
+    assert picks.picks(found, TRUE)[2].mean > 1.1, "of one KV head few tiles may stay whole"
     with pytest.raises(ValueError, match="batch 1:3 is drawn otherwise"):
         picks.picks([replace(found[0], batch="1:3")], TRUE)
 
