@@ -156,8 +156,8 @@ EXPERIMENTS = (
             for load, paper in (("agent at 70%", "18.4 %"), ("conversation at 70%", "11.2 %"))
         ),
         "SGLang has no counter of its preprocessing: planning is put beside the time of a step, "
-        "most of which it overlaps. The paper's rates are 8 and 5 requests/s; 70 % of what the "
-        "default serves are 5.2 and 10.3 on an H200.",
+        "most of which it overlaps. The paper's rates are 8 and 5 requests/s; here they are 70 % "
+        "of what the default serves.",
         derive=derived.serving,
         source="python -m eval.bench_serving --backends default,prefix "
         "--loads agent,conversation --rates inf,70%",
