@@ -10,7 +10,7 @@ from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.params import Capacity, LayerParams
 from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
-from sgl_prefix_attn.predict.stock_time import TENSOR_CORE_GROUP
+from sgl_prefix_attn.predict.stock_time import on_tensor_cores
 from sgl_prefix_attn.records import HeadConfig, PathTable, StepPlan
 
 _STOCK_WORKSPACE = 512 << 20
@@ -154,7 +154,7 @@ def _executor(
 def tensor_cores(heads: HeadConfig, dtype: torch.dtype) -> bool:
     """Say whether SGLang lets FlashInfer decode with tensor cores, as should_use_tensor_core of
     0.5.17 to 0.5.23 does."""
-    return heads.group_size >= TENSOR_CORE_GROUP and dtype in (torch.float16, torch.bfloat16)
+    return on_tensor_cores(heads) and dtype in (torch.float16, torch.bfloat16)
 
 
 def slots_of(paths: PathTable, page_size: int, device) -> tuple[torch.Tensor, int]:

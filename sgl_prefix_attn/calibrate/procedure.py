@@ -129,8 +129,7 @@ def read_measured(path: Path) -> Measured:
         header=file.header,
         batches=batches,
         stock_works=[
-            stock_work(b.paths.seq_lens, b.unique_tokens, task.num_sms, heads.num_kv_heads)
-            for b in batches
+            stock_work(b.paths.seq_lens, b.unique_tokens, task.num_sms, heads) for b in batches
         ],
         prefix_works=[planner.plan(b.paths).work for b in batches],
         stock_us=np.array([row.stock_us for row in file.rows]),

@@ -18,6 +18,7 @@ class Predictor:
     def __init__(self, calibration: Calibration):
         self.source: str = calibration.source
         self._costs = calibration.costs
+        self._heads = calibration.key.heads
         self._num_sms = calibration.num_sms
         self._stock = tuple(calibration.stock.values())
         self._prefix = tuple(calibration.prefix.values())
@@ -27,7 +28,7 @@ class Predictor:
     def stock(self, seq_lens: np.ndarray, unique: int) -> float:
         """Predict FlashInfer's time for lengths seq_lens int [B], padding rows of a graph included
         as 1; `unique` counts each shared token once."""
-        work = stock_work(seq_lens, unique, self._num_sms, self._costs.num_kv_heads)
+        work = stock_work(seq_lens, unique, self._num_sms, self._heads)
         return stock_physical(self._stock, work, self._costs)
 
     def prefix(self, plan: Any) -> float:

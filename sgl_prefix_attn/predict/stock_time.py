@@ -1,9 +1,9 @@
 """Microseconds per layer of FlashInfer's decode, from how much work a step is for it.
 
-FlashInfer splits long requests so that all pieces run at once, two CTAs per SM; a batch that fills
-the GPU with whole requests is not split, and then it matters which requests its CTAs get: they take
-the pieces of the first KV head in the batch's order, then those of the next. The terms of its time
-are like those of a plan (plan/estimate.py).
+FlashInfer splits long requests so that all pieces run at once, as many CTAs per SM as there is room
+for; a batch that fills the GPU with whole requests is not split, and then it matters which requests
+its CTAs get: they take the pieces of the first KV head in the batch's order, then those of the
+next. The terms of its time are like those of a plan (plan/estimate.py).
 """
 
 from dataclasses import dataclass
@@ -13,15 +13,48 @@ import numpy as np
 from sgl_prefix_attn.jit import cached_njit
 from sgl_prefix_attn.plan.costs import CostModel
 from sgl_prefix_attn.plan.work import run_queue
+from sgl_prefix_attn.records import HeadConfig
 
-CTAS = 2  # per multiprocessor
-# Query heads a KV head from which SGLang lets it use tensor cores, in kernels of their own.
+# Query heads a KV head from which SGLang lets it use tensor cores.
 TENSOR_CORE_GROUP = 4
 SHORTEST_PIECE = 128  # KV tokens
-# KV tokens that a CTA loads at once, for heads of 128; a tile that is not full takes as long.
-KV_TILE = 128
-# What a piece costs a CTA besides its KV, in KV tokens of one head.
-PIECE_TOKENS = 100
+
+
+@dataclass(frozen=True)
+class StockKernel:
+    """One of FlashInfer's decode kernels.
+
+    ctas   that run at once on a multiprocessor
+    tile   KV tokens that a CTA loads at once; one that is not full takes as long
+    piece  what a piece costs a CTA besides its KV, in KV tokens of one head
+    """
+
+    ctas: int
+    tile: int
+    piece: int
+
+
+_ON_TENSOR_CORES = StockKernel(ctas=2, tile=128, piece=100)
+
+
+def on_tensor_cores(heads: HeadConfig) -> bool:
+    """Whether SGLang lets FlashInfer decode such heads of 16 bits with tensor cores."""
+    return heads.group_size >= TENSOR_CORE_GROUP
+
+
+def stock_kernel(heads: HeadConfig) -> StockKernel:
+    """The kernel that decodes such heads.
+
+    Without tensor cores a CTA has 128 threads, which load 16 bytes of K or V each: of one query
+    head a KV head four rows at a time, so that its shared memory leaves room for six CTAs.
+    """
+    if on_tensor_cores(heads):
+        return _ON_TENSOR_CORES
+    rows = 128 * 8 // heads.head_dim
+    if heads.group_size == 1:
+        return StockKernel(ctas=6, tile=4 * rows, piece=30)
+    return StockKernel(ctas=8, tile=rows, piece=30)
+
 
 # Name, start, lowest, highest of every coefficient, in the order of stock_physical's formula.
 STOCK_COEFFICIENTS = (
@@ -48,15 +81,19 @@ class StockWork:
     chain: float
 
 
-def stock_work(seq_lens: np.ndarray, unique: int, num_sms: int, num_kv_heads: int) -> StockWork:
+def stock_work(seq_lens: np.ndarray, unique: int, num_sms: int, heads: HeadConfig) -> StockWork:
     """Count the work of a step with lengths seq_lens int [B] of which `unique` tokens differ."""
-    tokens, cost = _piece_costs(seq_lens, max(1, CTAS * num_sms // num_kv_heads))
+    kernel = stock_kernel(heads)
+    slots = kernel.ctas * num_sms
+    tokens, cost = _piece_costs(
+        seq_lens, max(1, slots // heads.num_kv_heads), kernel.tile, kernel.piece
+    )
     return StockWork(
         batch_size=seq_lens.size,
         tokens=tokens,
         unique=unique,
         pieces=cost.size,
-        chain=run_queue(cost, num_kv_heads, np.zeros(CTAS * num_sms)),
+        chain=run_queue(cost, heads.num_kv_heads, np.zeros(slots)),
     )
 
 
@@ -74,7 +111,7 @@ def stock_physical(c, work: StockWork, costs: CostModel) -> float:
 
 
 @cached_njit
-def _piece_costs(lens, slots):
+def _piece_costs(lens, slots, tile, piece):
     """KV tokens of all requests, and what each piece costs a CTA, float [n], in KV tokens: request
     after request, split as FlashInfer does."""
     high = max(lens.max(), SHORTEST_PIECE)
@@ -96,7 +133,7 @@ def _piece_costs(lens, slots):
     i = 0
     for n in lens:
         for start in range(0, n, low):
-            tiles = (min(low, n - start) + KV_TILE - 1) // KV_TILE
-            cost[i] = tiles * KV_TILE + PIECE_TOKENS
+            tiles = (min(low, n - start) + tile - 1) // tile
+            cost[i] = tiles * tile + piece
             i += 1
     return tokens, cost

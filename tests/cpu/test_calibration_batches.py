@@ -21,13 +21,7 @@ from sgl_prefix_attn.plan.profit import choose_packing
 from sgl_prefix_attn.plan.splits import split_jobs
 from sgl_prefix_attn.plan.tiles import tile_packs
 from sgl_prefix_attn.plan.work import ITEM_TOKENS, SHARED_CTAS, SHARED_TOKEN, TAIL_CTAS
-from sgl_prefix_attn.predict.stock_time import (
-    CTAS,
-    KV_TILE,
-    PIECE_TOKENS,
-    SHORTEST_PIECE,
-    stock_work,
-)
+from sgl_prefix_attn.predict.stock_time import SHORTEST_PIECE, stock_kernel, stock_work
 from sgl_prefix_attn.records import HeadConfig
 from tests.support.forests import chain, path_tables, planner
 
@@ -97,10 +91,10 @@ def test_a_pool_too_small_is_refused():
         draw(0, 20, 2048)
 
 
-def plain_stock_work(lens, num_sms, num_kv_heads):
+def plain_stock_work(lens, num_sms, num_kv_heads, kernel):
     """FlashInfer's rule in plain Python: the smallest piece with which all pieces run at once,
     then each piece of each head in turn on the CTA that is free first."""
-    slots = max(1, CTAS * num_sms // num_kv_heads)
+    slots = max(1, kernel.ctas * num_sms // num_kv_heads)
     longest = max(*lens, SHORTEST_PIECE)
     fitting = [
         piece
@@ -109,10 +103,10 @@ def plain_stock_work(lens, num_sms, num_kv_heads):
     ]
     piece = fitting[0] if fitting else longest
     parts = [min(piece, n - start) for n in lens for start in range(0, n, piece)]
-    free = [0] * (CTAS * num_sms)
+    free = [0] * (kernel.ctas * num_sms)
     for part in parts * num_kv_heads:
         first = free.index(min(free))
-        free[first] += math.ceil(part / KV_TILE) * KV_TILE + PIECE_TOKENS
+        free[first] += math.ceil(part / kernel.tile) * kernel.tile + kernel.piece
     return len(parts), max(free)
 
 
@@ -121,11 +115,14 @@ def plain_stock_work(lens, num_sms, num_kv_heads):
     lens=st.lists(st.integers(1, 900), min_size=1, max_size=12),
     num_sms=st.integers(1, 12),
     num_kv_heads=st.sampled_from([1, 2, 4]),
+    group=st.sampled_from([1, 2, 4]),
 )
-def test_stock_work(lens, num_sms, num_kv_heads):
+def test_stock_work(lens, num_sms, num_kv_heads, group):
     lens = [*lens, 40]
-    work = stock_work(np.array(lens, np.int32), 33, num_sms, num_kv_heads)
-    assert (work.pieces, work.chain) == plain_stock_work(lens, num_sms, num_kv_heads)
+    heads = HeadConfig(num_kv_heads * group, num_kv_heads, 128)
+    work = stock_work(np.array(lens, np.int32), 33, num_sms, heads)
+    plain = plain_stock_work(lens, num_sms, num_kv_heads, stock_kernel(heads))
+    assert (work.pieces, work.chain) == plain
     assert (work.batch_size, work.tokens, work.unique) == (len(lens), sum(lens), 33)
 
 

@@ -68,7 +68,7 @@ class FakeMeter:
             raise RuntimeError("prefix and stock attention differ")
         type(self).measured += 1
         heads = self.planner.heads
-        work = stock_work(batch.paths.seq_lens, batch.unique_tokens, NUM_SMS, heads.num_kv_heads)
+        work = stock_work(batch.paths.seq_lens, batch.unique_tokens, NUM_SMS, heads)
         factor = np.exp(self.random.normal(0, self.noise, 2)) if self.noise else (1.0, 1.0)
         costs = self.planner.costs
         prefix = prefix_physical(PREFIX, self.planner.plan(batch.paths).work, costs)
