@@ -5,26 +5,19 @@ Files are compared by what is in them; a file's name only tells where to look.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
 
-from sgl_prefix_attn.plan.costs import usual_rates
-from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS, starts
+from sgl_prefix_attn.predict.carry_over import from_shipped
 from sgl_prefix_attn.predict.codec import CalibrationError, decode
 from sgl_prefix_attn.predict.record import Calibration, CalibrationKey
-from sgl_prefix_attn.predict.stock_time import STOCK_COEFFICIENTS, TENSOR_CORE_GROUP
-from sgl_prefix_attn.records import HeadConfig
 
 SHIPPED = Path(__file__).with_name("shipped")
 HOW_TO_CALIBRATE = "`sgl-prefix-attn calibrate --model ...` measures this GPU"
-# How many times as many KV heads have been shown to be no other case.
-_ALIKE_KV_HEADS = 2
 # Packages whose kernels are measured, or that compile ours. Not our own: that is the key's kernels.
 _PACKAGES = ("torch", "triton", "flashinfer-python", "sglang")
 
@@ -115,10 +108,11 @@ def find(
 
     measured      a cache file of the key; of several that with the fewest other versions
     shipped       of this GPU, dtype and kernels, for heads like these; the page size may differ
-    scaled        shipped for heads unlike these, or another dtype: its rates and coefficients,
-                  which are multipliers of the cost model or microseconds
-    conservative  the same of another head dim, whose stock kernels are others; without a shipped
-                  file rates by the GPU's name, coefficients of a shipped H100 or the tables' own
+    scaled        shipped for another dtype, or for heads unlike these: its rates, and coefficients,
+                  which are multipliers of the cost model or microseconds, of a file of another GPU
+                  for heads like these, or else its own
+    conservative  its own for another head dim; without a file of this GPU rates by the GPU's name,
+                  coefficients of a shipped H100 or the tables' own
 
     Versions that differ from package_versions (default: those installed) are a warning. The search
     goes on behind files that are refused; the message names them unless a measurement is used.
@@ -132,79 +126,7 @@ def find(
         found = replace(measured[path], source="measured")
         return _found(found, f"measured on this machine ({path}, {found.origin})", here, [])
     shipped = _read(sorted(folders.shipped.glob("*.json")), refused)
-    return _found(*_from_shipped(shipped, key, num_sms), here, refused)
-
-
-def _from_shipped(
-    shipped: dict[Path, Calibration], key: CalibrationKey, num_sms: int
-) -> tuple[Calibration, str]:
-    """Make the best of the shipped files, and say of what."""
-    of_gpu = {
-        path: found
-        for path, found in shipped.items()
-        if (found.key.gpu, found.key.kernels, found.num_sms) == (key.gpu, key.kernels, num_sms)
-    }
-    if not of_gpu:
-        of_h100 = [found for found in shipped.values() if "H100" in found.key.gpu]
-        like = min(of_h100, key=lambda found: _distance(found.key, key), default=None)
-        what = f"conservative: nothing is measured on {key.gpu}"
-        return _conservative(key, num_sms, like), what
-    path = min(of_gpu, key=lambda path: (_distance(of_gpu[path].key, key), path))
-    found, there = of_gpu[path], of_gpu[path].key
-    what = f"{path.name} ({found.origin})"
-    if replace(there, page_size=key.page_size) == key:
-        pages = f", for pages of {there.page_size}" if there.page_size != key.page_size else ""
-        return replace(found, key=key, source="shipped"), f"shipped: {what}{pages}"
-    heads = there.heads
-    same = replace(there, heads=key.heads, page_size=key.page_size) == key
-    source: Literal["shipped", "scaled", "conservative"] = "scaled"
-    if heads.head_dim != key.heads.head_dim:
-        source = "conservative"
-    elif same and _alike(heads, key.heads):
-        source = "shipped"
-    other = f"{heads.num_qo_heads}/{heads.num_kv_heads} heads of {heads.head_dim}"
-    carried = replace(found, key=key, samples=0, errors={}, source=source)
-    return carried, f"{source}: {what}, for {other}"
-
-
-def _alike(one: HeadConfig, other: HeadConfig) -> bool:
-    """Whether times of one carry over to the other of the same head dim as they are
-    (eval.other_heads): stock kernels of both are the same, and KV heads not many more or fewer."""
-    kv_heads = sorted((one.num_kv_heads, other.num_kv_heads))
-    return (
-        min(one.group_size, other.group_size) >= TENSOR_CORE_GROUP
-        and kv_heads[1] <= _ALIKE_KV_HEADS * kv_heads[0]
-    )
-
-
-def _conservative(key: CalibrationKey, num_sms: int, like: Calibration | None) -> Calibration:
-    """Make one for a GPU of which only the name is known; `like`, of another GPU, gives the
-    coefficients."""
-    return Calibration(
-        key=key,
-        versions={},
-        num_sms=num_sms,
-        rates=usual_rates(key.gpu),
-        stock=like.stock if like else starts(STOCK_COEFFICIENTS),
-        prefix=like.prefix if like else starts(PREFIX_COEFFICIENTS),
-        samples=0,
-        errors={},
-        origin=None,
-        source="conservative",
-    )
-
-
-def _distance(found: CalibrationKey, key: CalibrationKey) -> tuple:
-    """Say how unlike two keys are, what matters most first."""
-    a, b = found.heads, key.heads
-    return (
-        found.kv_bytes != key.kv_bytes,
-        abs(math.log(a.head_dim / b.head_dim)),
-        abs(math.log(a.group_size / b.group_size)),
-        abs(math.log(a.num_kv_heads / b.num_kv_heads)),
-        found.dtype != key.dtype,
-        abs(math.log(found.page_size / key.page_size)),
-    )
+    return _found(*from_shipped(shipped, key, num_sms), here, refused)
 
 
 def _found(found: Calibration, what: str, here: Mapping[str, str], refused: list[str]) -> Found:

@@ -269,7 +269,7 @@ def test_then_the_rates_of_the_same_gpu_for_other_heads(folders):
         (HeadConfig(16, 4, 128), "shipped"),
         (HeadConfig(28, 4, 128), "shipped"),
         (HeadConfig(64, 16, 128), "shipped"),
-        (HeadConfig(16, 2, 128), "scaled"),  # too few KV heads for what was shown
+        (HeadConfig(8, 1, 128), "shipped"),
         (HeadConfig(32, 8, 64), "conservative"),  # stock kernels of their own
         (HeadConfig(16, 8, 128), "scaled"),  # FlashInfer without tensor cores
     ],
@@ -283,6 +283,29 @@ def test_a_calibration_carries_over_to_heads_alike(heads, source, folders):
     another = replace(OTHER_HEADS, heads=heads, dtype="float16")
     source = "conservative" if heads.head_dim == 64 else "scaled"
     assert find(another, NUM_SMS, VERSIONS, folders).calibration.source == source
+
+
+@pytest.mark.parametrize(
+    ("like", "heads", "source"),
+    [
+        (HeadConfig(32, 32, 128), HeadConfig(16, 16, 128), "scaled"),
+        (HeadConfig(32, 8, 64), HeadConfig(64, 8, 64), "scaled"),
+        (HeadConfig(32, 16, 64), HeadConfig(64, 8, 64), "conservative"),
+    ],
+)
+def test_heads_unlike_take_coefficients_of_another_gpu_with_heads_like_them(
+    like, heads, source, folders
+):
+    """Such as heads that FlashInfer decodes without tensor cores, or of another head dim."""
+    put_in_shipped(folders, "here.json", key=OTHER_HEADS)
+    there = calibration(key=replace(OTHER_HEADS, gpu="NVIDIA H200", heads=like))
+    there = replace(there, rates=GPU_RATES["H200"], stock=there.stock | {"launch": 3.5})
+    save(there, folders.shipped / "there.json")
+    got = find(replace(OTHER_HEADS, heads=heads), NUM_SMS, VERSIONS, folders)
+    used = source == "scaled"
+    assert (got.calibration.source, got.calibration.rates) == (source, calibration().rates)
+    assert got.calibration.stock == (there if used else calibration()).stock
+    assert ("here.json" in got.message) and ("coefficients of there.json" in got.message) == used
 
 
 def test_then_conservative_with_the_coefficients_of_an_h100(folders):
@@ -352,6 +375,7 @@ def test_a_shipped_file_is_the_fit_of_its_samples_in_the_repository(path):
     found = load(path)
     gpu = next(name for name in ("h100", "h200") if name.upper() in found.key.gpu)
     heads = f"{found.key.heads.num_qo_heads}-{found.key.heads.num_kv_heads}"
+    heads += f"-{found.key.heads.head_dim}" * (found.key.heads.head_dim != 128)
     given = procedure.read_measured(RESULTS / f"calibration_{gpu}_{heads}.samples.jsonl")
     task, began = given.header.task, given.header.date
     assert found.origin == Origin(task.seed, task.count, task.pool_tokens, began)
