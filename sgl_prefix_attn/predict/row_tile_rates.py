@@ -12,17 +12,15 @@ _FITTED_SMS = 132
 
 @dataclass(frozen=True)
 class _Fits:
-    """Rates by GPU; eval.row_tile_fit makes more. Others of the chip with all of its
-    multiprocessors (H200, GH200) differ in memory; what has fewer (H20, H100 PCIe) has other
-    clocks, too.
+    """Rates by GPU; eval.row_tile_fit makes more. One without a fit takes the H100's with its own
+    bandwidth: others of the chip with all of its multiprocessors (GH200) differ in memory; what has
+    fewer (H20, H100 PCIe) has other clocks, too.
 
-    others  the GPU whose rates those without a fit take, with their own bandwidth
     judged  whether batches held out on each of them have shown how near both times come
             (eval.policy_holdout)
     """
 
     by_gpu: dict[str, RowTileRates]
-    others: str
     judged: bool
 
 
@@ -36,20 +34,23 @@ _UP_TO_128 = _Fits(
             overlap=1.035,
         ),
     },
-    others=_H100,
     judged=True,
 )  # fmt: skip
 # Wider heads, where a block's softmax waits for its scores: head dim 256, five head configurations
-# (eval/results/row_tile_fit_h200_256.json).
+# (eval/results/row_tile_fit_h100_256.json, row_tile_fit_h200_256.json).
 _WIDER = _Fits(
     by_gpu={
+        _H100: RowTileRates(
+            wide=0.6206, narrow=0.432, wide_masked=0.4527, narrow_masked=0.5018, item=2.501,
+            hbm=3.525e6, l2=17.42e6, fixed=5.101, split=1.492, part=0.05818, partial=1.348e6,
+            overlap=1.259,
+        ),
         _H200: RowTileRates(
             wide=0.6973, narrow=0.4845, wide_masked=0.523, narrow_masked=0.5648, item=2.396,
             hbm=4.49e6, l2=180.4e6, fixed=4.674, split=1.539, part=0.06473, partial=1.647e6,
             overlap=1.472,
         ),
     },
-    others=_H200,
     judged=False,
 )  # fmt: skip
 
@@ -64,13 +65,13 @@ def row_tile_rates(calibration: Calibration) -> RowTileRates:
 
 
 def rates_of_gpu(gpu: str, bandwidth: float, head_dim: int) -> RowTileRates:
-    """Return the rates fitted on a GPU for such heads, or another one's with this one's
-    `bandwidth` in bytes/us: an H100's, of heads wider than 128 an H200's."""
+    """Return the rates fitted on a GPU for such heads, or an H100's with its own `bandwidth` in
+    bytes/us."""
     fits = _fits(head_dim)
     if gpu in fits.by_gpu:
         return fits.by_gpu[gpu]
-    rates = fits.by_gpu[fits.others]
-    return replace(rates, hbm=rates.hbm * bandwidth / usual_rates(fits.others).bandwidth)
+    rates = fits.by_gpu[_H100]
+    return replace(rates, hbm=rates.hbm * bandwidth / usual_rates(_H100).bandwidth)
 
 
 def row_tile_source(calibration: Calibration) -> str:

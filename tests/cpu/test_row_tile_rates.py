@@ -39,30 +39,32 @@ def test_two_predicted_times_are_as_sure_as_the_less_sure(gpu, num_sms, source, 
     assert sure in GAINS
 
 
-def test_another_gpu_has_its_own_bandwidth():
-    fitted = calibration()  # its rates are not those of its GPU's table
-    assert row_tile_rates(fitted) == RowTileRates()
-    other = replace(fitted, key=replace(KEY, gpu=OTHER), rates=GPU_RATES["H200"])
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_another_gpu_has_its_own_bandwidth(head_dim):
+    fitted = calibration(replace(KEY, heads=replace(HEADS, head_dim=head_dim)))
+    rates = row_tile_rates(fitted)
+    assert (rates == RowTileRates()) == (head_dim == 128)
+    # a fit's rates are not those of its GPU's table
+    other = replace(fitted, key=replace(fitted.key, gpu=OTHER), rates=GPU_RATES["H200"])
     ratio = GPU_RATES["H200"].bandwidth / GPU_RATES["H100"].bandwidth
-    assert row_tile_rates(other) == replace(RowTileRates(), hbm=RowTileRates().hbm * ratio)
+    found = row_tile_rates(other)
+    assert found.hbm == pytest.approx(rates.hbm * ratio)
+    assert found == replace(rates, hbm=found.hbm)
 
 
-def test_wide_heads_have_rates_of_their_own():
+def test_wide_heads_have_rates_of_their_own_on_every_gpu():
     wide = replace(KEY, heads=replace(HEADS, head_dim=256))
-    there = calibration(replace(wide, gpu=H200))
-    assert row_tile_rates(there) != row_tile_rates(calibration(replace(KEY, gpu=H200)))
-    here = calibration(wide)
-    ratio = here.rates.bandwidth / GPU_RATES["H200"].bandwidth
-    fitted = row_tile_rates(there)
-    assert row_tile_rates(here) == replace(fitted, hbm=fitted.hbm * ratio)
+    keys = [KEY, wide, replace(KEY, gpu=H200), replace(wide, gpu=H200)]
+    assert len({row_tile_rates(calibration(key)) for key in keys}) == 4
 
 
 @pytest.mark.parametrize(
     ("gpu", "source", "sure"),
     [
-        (H200, "measured", "measured"),  # no batches held out were judged
-        (H200, "conservative", "conservative"),
-        (H100, "measured", "scaled"),
+        (H100, "shipped", "shipped"),  # rates are measured, not judged
+        (H200, "measured", "measured"),
+        (H200, "scaled", "scaled"),
+        (OTHER, "measured", "scaled"),
     ],
 )
 def test_how_sure_times_of_wide_heads_are(gpu, source, sure):
