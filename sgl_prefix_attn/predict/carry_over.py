@@ -1,72 +1,84 @@
-"""The best calibration for a key that the shipped files make, and how sure it is."""
+"""The best calibration for a key that the shipped files allow, and how sure it is.
+
+Rates and coefficients are fitted together, so they come from one file: of the same decode kernel of
+FlashInfer before another, then of the same GPU before another.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from enum import IntEnum
 from pathlib import Path
-from typing import Literal
 
 from sgl_prefix_attn.plan.costs import usual_rates
 from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS, starts
 from sgl_prefix_attn.predict.record import Calibration, CalibrationKey
-from sgl_prefix_attn.predict.stock_time import STOCK_COEFFICIENTS, on_tensor_cores
+from sgl_prefix_attn.predict.stock_time import STOCK_COEFFICIENTS, stock_kernel
 from sgl_prefix_attn.records import HeadConfig
+
+
+class _Like(IntEnum):
+    """How like the heads of a file are to those of a key."""
+
+    ALIKE = 0  # times carry over as they are
+    SAME_KERNEL = 1  # of another head dim or, without tensor cores, another group size
+    OTHER_KERNEL = 2
 
 
 def from_shipped(
     shipped: dict[Path, Calibration], key: CalibrationKey, num_sms: int
 ) -> tuple[Calibration, str]:
-    """Make the best of the shipped files, and say of what."""
-    of_gpu = [
+    """Return the best calibration that the shipped files allow, and a message that names it."""
+    usable = {path: found for path, found in shipped.items() if found.key.kernels == key.kernels}
+    here = [
         path
-        for path, found in shipped.items()
-        if (found.key.gpu, found.key.kernels, found.num_sms) == (key.gpu, key.kernels, num_sms)
+        for path, found in usable.items()
+        if found.key.gpu == key.gpu and found.num_sms == num_sms
     ]
-    if not of_gpu:
-        of_h100 = [path for path, found in shipped.items() if "H100" in found.key.gpu]
-        like = _nearest(of_h100, shipped, key)
+    if not here:
+        of_h100 = {path: found for path, found in usable.items() if "H100" in found.key.gpu}
+        like = _nearest(of_h100, key)
         what = f"conservative: nothing is measured on {key.gpu}"
-        return _conservative(key, num_sms, shipped[like] if like else None), what
-    path = _nearest(of_gpu, shipped, key)
+        return _conservative(key, num_sms, usable[like] if like else None), what
+    path = _nearest(usable, key)
     assert path is not None
-    found, there = shipped[path], shipped[path].key
+    found, there = usable[path], usable[path].key
     what = f"{path.name} ({found.origin})"
-    if replace(there, page_size=key.page_size) == key:
+    if path in here and replace(there, page_size=key.page_size) == key:
         pages = f", for pages of {there.page_size}" if there.page_size != key.page_size else ""
         return replace(found, key=key, source="shipped"), f"shipped: {what}{pages}"
     heads = there.heads
     what += f", for {heads.num_qo_heads}/{heads.num_kv_heads} heads of {heads.head_dim}"
-    source: Literal["shipped", "scaled", "conservative"] = "scaled"
-    if _alike(heads, key.heads):
-        source = "shipped" if there.dtype == key.dtype else "scaled"
-    else:
-        elsewhere = [path for path in shipped if _alike(shipped[path].key.heads, key.heads)]
-        like = _nearest(elsewhere, shipped, key)
-        if like:
-            found = replace(found, stock=shipped[like].stock, prefix=shipped[like].prefix)
-            what += f", with the coefficients of {like.name}"
-        elif heads.head_dim != key.heads.head_dim:
-            source = "conservative"
-    carried = replace(found, key=key, samples=0, errors={}, source=source)
-    return carried, f"{source}: {what}"
+    found = replace(found, key=key, num_sms=num_sms, samples=0, errors={})
+    if path not in here:
+        what += f" on {there.gpu}"
+        ratio = usual_rates(key.gpu).bandwidth / usual_rates(there.gpu).bandwidth
+        rates = replace(found.rates, bandwidth=found.rates.bandwidth * ratio)
+        found = replace(found, rates=rates)
+    if _likeness(heads, key.heads) != _Like.ALIKE:
+        return replace(found, source="conservative"), f"conservative: {what}"
+    if path in here and there.dtype == key.dtype:
+        return replace(found, source="shipped"), f"shipped: {what}"
+    return replace(found, source="scaled"), f"scaled: {what}"
 
 
-def _nearest(
-    paths: list[Path], shipped: dict[Path, Calibration], key: CalibrationKey
-) -> Path | None:
-    """The file whose key is the least unlike."""
-    return min(paths, key=lambda path: (_distance(shipped[path].key, key), path), default=None)
+def _nearest(shipped: dict[Path, Calibration], key: CalibrationKey) -> Path | None:
+    """Return the file whose key is the least unlike."""
+    return min(shipped, key=lambda path: (_distance(shipped[path].key, key), path), default=None)
 
 
-def _alike(one: HeadConfig, other: HeadConfig) -> bool:
-    """Whether times of one carry over to the other as they are (docs/calibration.md): of the same
-    head dim, where FlashInfer decodes both on tensor cores. Without them it multiplies for every
-    query head by itself: more of them for each KV head are another case."""
-    if one.head_dim != other.head_dim:
-        return False
-    both_on_tensor_cores = on_tensor_cores(one) and on_tensor_cores(other)
-    return both_on_tensor_cores or one.group_size == other.group_size
+def _likeness(one: HeadConfig, other: HeadConfig) -> _Like:
+    """Compare heads by FlashInfer's decode kernels (docs/calibration.md). On tensor cores times
+    carry over to any number of heads; without them each query head multiplies by itself, and more
+    of them for each KV head are another case."""
+    rows = stock_kernel(one).rows
+    if rows != stock_kernel(other).rows:
+        return _Like.OTHER_KERNEL
+    same_dim = one.head_dim == other.head_dim
+    if same_dim and (rows or one.group_size == other.group_size):
+        return _Like.ALIKE
+    return _Like.SAME_KERNEL
 
 
 def _conservative(key: CalibrationKey, num_sms: int, like: Calibration | None) -> Calibration:
@@ -90,9 +102,10 @@ def _distance(found: CalibrationKey, key: CalibrationKey) -> tuple:
     """Say how unlike two keys are, what matters most first."""
     a, b = found.heads, key.heads
     return (
+        _likeness(a, b),
         found.kv_bytes != key.kv_bytes,
+        found.gpu != key.gpu,
         abs(math.log(a.head_dim / b.head_dim)),
-        on_tensor_cores(a) != on_tensor_cores(b),
         abs(math.log(a.group_size / b.group_size)),
         abs(math.log(a.num_kv_heads / b.num_kv_heads)),
         found.dtype != key.dtype,

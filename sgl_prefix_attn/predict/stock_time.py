@@ -22,38 +22,40 @@ SHORTEST_PIECE = 128  # KV tokens
 
 @dataclass(frozen=True)
 class StockKernel:
-    """One of FlashInfer's decode kernels.
+    """One of FlashInfer's decode kernels, on Hopper.
 
+    rows   of queries that a CTA multiplies at once on tensor cores, 0 without them
     ctas   that run at once on a multiprocessor
     tile   KV tokens that a CTA loads at once; one that is not full takes as long
     piece  what a piece costs a CTA besides its KV, in KV tokens of one head
     """
 
+    rows: int
     ctas: int
     tile: int
     piece: int
 
 
-_ON_TENSOR_CORES = StockKernel(ctas=2, tile=128, piece=100)
-
-
 def on_tensor_cores(heads: HeadConfig) -> bool:
-    """Whether SGLang lets FlashInfer decode such heads of 16 bits with tensor cores."""
+    """Return whether SGLang lets FlashInfer decode such heads of 16 bits with tensor cores."""
     return heads.group_size >= TENSOR_CORE_GROUP
 
 
 def stock_kernel(heads: HeadConfig) -> StockKernel:
-    """The kernel that decodes such heads.
+    """Return the kernel that decodes such heads.
 
-    Without tensor cores a CTA has 128 threads, which load 16 bytes of K or V each: of one query
-    head a KV head four rows at a time, so that its shared memory leaves room for six CTAs.
+    Without tensor cores each query head has threads of its own, which load 16 bytes of K or V each,
+    and 128 of them, or nearly so, are a CTA. A single query head loads four times as much at once,
+    so that there is shared memory for six CTAs.
     """
+    group, head_dim = heads.group_size, heads.head_dim
     if on_tensor_cores(heads):
-        return _ON_TENSOR_CORES
-    rows = 128 * 8 // heads.head_dim
-    if heads.group_size == 1:
-        return StockKernel(ctas=6, tile=4 * rows, piece=30)
-    return StockKernel(ctas=8, tile=rows, piece=30)
+        rows = next((rows for most, rows in ((16, 16), (64, 64)) if group <= most), 128)
+        return StockKernel(rows, ctas=2, tile=128 * 128 // head_dim, piece=100)
+    tokens = group * max(1, 128 * 8 // (head_dim * group))
+    if group == 1:
+        return StockKernel(0, ctas=6, tile=4 * tokens, piece=30)
+    return StockKernel(0, ctas=8, tile=tokens, piece=30)
 
 
 # Name, start, lowest, highest of every coefficient, in the order of stock_physical's formula.

@@ -108,11 +108,9 @@ def find(
 
     measured      a cache file of the key; of several that with the fewest other versions
     shipped       of this GPU, dtype and kernels, for heads like these; the page size may differ
-    scaled        shipped for another dtype, or for heads unlike these: its rates, and coefficients,
-                  which are multipliers of the cost model or microseconds, of a file of another GPU
-                  for heads like these, or else its own
-    conservative  its own for another head dim; without a file of this GPU rates by the GPU's name,
-                  coefficients of a shipped H100 or the tables' own
+    scaled        shipped for another dtype, or for another GPU, with this one's bandwidth
+    conservative  shipped for heads unlike these; without any file of this GPU rates by its name,
+                  and coefficients of a shipped H100 or the tables' own
 
     Versions that differ from package_versions (default: those installed) are a warning. The search
     goes on behind files that are refused; the message names them unless a measurement is used.

@@ -91,6 +91,28 @@ def test_a_pool_too_small_is_refused():
         draw(0, 20, 2048)
 
 
+@pytest.mark.parametrize(
+    ("heads", "rows", "ctas", "tile"),
+    [
+        ((32, 32, 128), 0, 6, 32),
+        ((32, 32, 64), 0, 6, 64),
+        ((16, 8, 128), 0, 8, 8),
+        ((24, 8, 128), 0, 8, 6),
+        ((16, 8, 256), 0, 8, 4),
+        ((24, 8, 256), 0, 8, 3),
+        ((32, 8, 128), 16, 2, 128),
+        ((32, 8, 64), 16, 2, 256),
+        ((16, 1, 256), 16, 2, 64),
+        ((17, 1, 128), 64, 2, 128),
+        ((65, 1, 128), 128, 2, 128),
+    ],
+)
+def test_stock_kernels(heads, rows, ctas, tile):
+    """As FlashInfer 0.6 dispatches: BatchDecodeWithPagedKVCacheDispatched, FA2DetermineCtaTileQ."""
+    kernel = stock_kernel(HeadConfig(*heads))
+    assert (kernel.rows, kernel.ctas, kernel.tile) == (rows, ctas, tile)
+
+
 def plain_stock_work(lens, num_sms, num_kv_heads, kernel):
     """FlashInfer's rule in plain Python: the smallest piece with which all pieces run at once,
     then each piece of each head in turn on the CTA that is free first."""

@@ -16,13 +16,14 @@ from sgl_prefix_attn.plan.costs import GPU_RATES
 from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS, starts
 from sgl_prefix_attn.predict import store
 from sgl_prefix_attn.predict.codec import CalibrationError, decode, encode
-from sgl_prefix_attn.predict.record import Origin
+from sgl_prefix_attn.predict.record import CalibrationKey, Origin
 from sgl_prefix_attn.predict.store import Folders, file_name, find, load
 from sgl_prefix_attn.records import HeadConfig
 from tests.support.calibrations import KEY, NUM_SMS, ORIGIN, VERSIONS, calibration
 
 RESULTS = Path(__file__).resolve().parents[2] / "eval" / "results"
 OTHER_HEADS = replace(KEY, heads=HeadConfig(32, 8, 128))
+H100, H200 = KEY.gpu, "NVIDIA H200"
 
 
 @pytest.fixture
@@ -264,48 +265,89 @@ def test_then_the_rates_of_the_same_gpu_for_other_heads(folders):
 
 
 @pytest.mark.parametrize(
-    ("heads", "source"),
+    ("there", "heads", "source"),
     [
-        (HeadConfig(16, 4, 128), "shipped"),
-        (HeadConfig(28, 4, 128), "shipped"),
-        (HeadConfig(64, 16, 128), "shipped"),
-        (HeadConfig(8, 1, 128), "shipped"),
-        (HeadConfig(32, 8, 64), "conservative"),  # stock kernels of their own
-        (HeadConfig(16, 8, 128), "scaled"),  # FlashInfer without tensor cores
+        (HeadConfig(32, 8, 128), HeadConfig(28, 4, 128), "shipped"),
+        (HeadConfig(32, 8, 128), HeadConfig(64, 16, 128), "shipped"),
+        (HeadConfig(32, 8, 128), HeadConfig(16, 1, 128), "shipped"),
+        (HeadConfig(32, 8, 128), HeadConfig(17, 1, 128), "conservative"),  # more rows a CTA
+        (HeadConfig(32, 8, 128), HeadConfig(32, 8, 64), "conservative"),
+        (HeadConfig(32, 8, 128), HeadConfig(24, 8, 128), "conservative"),  # no tensor cores
+        (HeadConfig(16, 8, 128), HeadConfig(4, 2, 128), "shipped"),
+        (HeadConfig(16, 8, 128), HeadConfig(8, 8, 128), "conservative"),
+        (HeadConfig(16, 8, 128), HeadConfig(24, 8, 128), "conservative"),
     ],
 )
-def test_a_calibration_carries_over_to_heads_alike(heads, source, folders):
-    put_in_shipped(folders, "a.json", key=OTHER_HEADS)
+def test_a_calibration_carries_over_to_heads_alike(there, heads, source, folders):
+    put_in_shipped(folders, "a.json", key=replace(OTHER_HEADS, heads=there))
     found = find(replace(OTHER_HEADS, heads=heads), NUM_SMS, VERSIONS, folders)
     got = found.calibration
     assert (got.source, got.key.heads, got.samples) == (source, heads, 0)
-    assert f"{source}: a.json ({ORIGIN}), for 32/8 heads of 128" in found.message
+    name = f"{there.num_qo_heads}/{there.num_kv_heads} heads of 128"
+    assert f"{source}: a.json ({ORIGIN}), for {name}" in found.message
     another = replace(OTHER_HEADS, heads=heads, dtype="float16")
-    source = "conservative" if heads.head_dim == 64 else "scaled"
+    source = "scaled" if source == "shipped" else source
     assert find(another, NUM_SMS, VERSIONS, folders).calibration.source == source
 
 
 @pytest.mark.parametrize(
-    ("like", "heads", "source"),
+    ("elsewhere", "heads", "source"),
     [
-        (HeadConfig(32, 32, 128), HeadConfig(16, 16, 128), "scaled"),
-        (HeadConfig(32, 8, 64), HeadConfig(64, 8, 64), "scaled"),
-        (HeadConfig(32, 16, 64), HeadConfig(64, 8, 64), "conservative"),
+        ({"heads": HeadConfig(32, 32, 128)}, HeadConfig(16, 16, 128), "scaled"),
+        ({"heads": HeadConfig(32, 8, 64)}, HeadConfig(64, 8, 64), "scaled"),
+        ({"heads": HeadConfig(32, 16, 64)}, HeadConfig(64, 8, 64), None),
+        ({"heads": HeadConfig(32, 8, 64), "kernels": 2}, HeadConfig(64, 8, 64), None),
+        # unlike, but of the decode kernel in question
+        ({"heads": HeadConfig(32, 16, 128)}, HeadConfig(24, 8, 128), "conservative"),
+        ({"heads": HeadConfig(32, 16, 64)}, HeadConfig(24, 8, 128), "conservative"),
     ],
 )
-def test_heads_unlike_take_coefficients_of_another_gpu_with_heads_like_them(
-    like, heads, source, folders
-):
-    """Such as heads that FlashInfer decodes without tensor cores, or of another head dim."""
+def test_heads_unlike_take_the_times_of_another_gpu(elsewhere, heads, source, folders):
+    """Those of heads that are like them, with the bandwidth of this GPU."""
     put_in_shipped(folders, "here.json", key=OTHER_HEADS)
-    there = calibration(key=replace(OTHER_HEADS, gpu="NVIDIA H200", heads=like))
-    there = replace(there, rates=GPU_RATES["H200"], stock=there.stock | {"launch": 3.5})
+    there = calibration(key=replace(OTHER_HEADS, gpu="NVIDIA H200", **elsewhere))
+    there = replace(
+        there,
+        rates=replace(GPU_RATES["H200"], item=9.5),
+        stock=there.stock | {"launch": 3.5},
+        prefix=there.prefix | {"launch": 2.5},
+    )
     save(there, folders.shipped / "there.json")
-    got = find(replace(OTHER_HEADS, heads=heads), NUM_SMS, VERSIONS, folders)
-    used = source == "scaled"
-    assert (got.calibration.source, got.calibration.rates) == (source, calibration().rates)
-    assert got.calibration.stock == (there if used else calibration()).stock
-    assert ("here.json" in got.message) and ("coefficients of there.json" in got.message) == used
+    farther = replace(there, key=replace(there.key, heads=HeadConfig(8, 1, 80)))
+    save(replace(farther, stock=there.stock | {"launch": 1.5}), folders.shipped / "farther.json")
+    found = find(replace(OTHER_HEADS, heads=heads), NUM_SMS, VERSIONS, folders)
+    got = found.calibration
+    if source is None:
+        assert (got.source, "here.json" in found.message) == ("conservative", True)
+        assert (got.rates, got.stock) == (calibration().rates, calibration().stock)
+    else:
+        bandwidth = pytest.approx(GPU_RATES["H100"].bandwidth)
+        assert (got.source, got.rates.item, got.rates.bandwidth) == (source, 9.5, bandwidth)
+        assert (got.stock, got.prefix) == (there.stock, there.prefix)
+        assert f"{source}: there.json" in found.message and "on NVIDIA H200" in found.message
+
+
+@pytest.mark.parametrize(
+    ("gpu", "heads", "source", "name"),
+    [
+        (H100, (8, 1, 128), "shipped", "H100-80GB-HBM3_32-8-128"),
+        (H100, (12, 4, 128), "conservative", "H100-80GB-HBM3_16-8-128"),
+        (H100, (32, 16, 128), "shipped", "H100-80GB-HBM3_16-8-128"),
+        (H100, (20, 20, 128), "shipped", "H100-80GB-HBM3_32-32-128"),
+        (H100, (64, 8, 64), "shipped", "H100-80GB-HBM3_32-8-64"),
+        (H100, (8, 1, 256), "shipped", "H100-80GB-HBM3_16-2-256"),
+        (H200, (8, 1, 128), "shipped", "H200_32-8-128"),
+        (H200, (16, 8, 128), "scaled", "H100-80GB-HBM3_16-8-128"),
+        (H200, (8, 1, 256), "scaled", "H100-80GB-HBM3_16-2-256"),
+        (H200, (12, 4, 128), "conservative", "H100-80GB-HBM3_16-8-128"),
+        ("NVIDIA GH200 480GB", (32, 8, 128), "conservative", "nothing is measured"),
+    ],
+)
+def test_what_the_shipped_files_serve(gpu, heads, source, name):
+    key = CalibrationKey(gpu, HeadConfig(*heads), "bfloat16", 1)
+    found = find(key, 132, VERSIONS, Folders(None, store.SHIPPED))
+    assert found.calibration.source == source
+    assert f"{source}: " in found.message and name in found.message
 
 
 def test_then_conservative_with_the_coefficients_of_an_h100(folders):

@@ -1,19 +1,22 @@
 """How sure row tiles' predicted times are on a GPU, and what they rest on."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from eval import provenance
 from sgl_prefix_attn.plan.costs import GPU_RATES
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.plan.row_tile_time import RowTileRates
 from sgl_prefix_attn.predict.predictor import Predictor, RowTilePredictor
 from sgl_prefix_attn.predict.row_tile_rates import row_tile_rates, row_tile_source
-from sgl_prefix_attn.records import PathTable
+from sgl_prefix_attn.records import HeadConfig, PathTable
 from sgl_prefix_attn.step.policy import GAINS
 from tests.support.calibrations import HEADS, KEY, NUM_SMS, calibration
 
+RESULTS = Path(__file__).resolve().parents[2] / "eval" / "results"
 H100, H200, OTHER = KEY.gpu, "NVIDIA H200", "NVIDIA GH200 480GB"
 
 
@@ -50,6 +53,16 @@ def test_another_gpu_has_its_own_bandwidth(head_dim):
     found = row_tile_rates(other)
     assert found.hbm == pytest.approx(rates.hbm * ratio)
     assert found == replace(rates, hbm=found.hbm)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "head_dim", "name"),
+    [(H100, 128, "h100"), (H200, 128, "h200"), (H100, 256, "h100_256"), (H200, 256, "h200_256")],
+)
+def test_rates_are_those_of_the_fit_in_the_repository(gpu, head_dim, name):
+    fitted = provenance.load(RESULTS / f"row_tile_fit_{name}.json")["rates"]
+    found = row_tile_rates(calibration(replace(KEY, gpu=gpu, heads=HeadConfig(16, 4, head_dim))))
+    assert vars(found) == pytest.approx(fitted, rel=1e-3)
 
 
 def test_wide_heads_have_rates_of_their_own_on_every_gpu():
