@@ -182,6 +182,7 @@ def test_a_file_that_is_no_result_is_named(tmp_path, content, capsys):
                 "serving_loads_h100",
                 "serving_rates_h100",
                 "serving_interval_h100",
+                "serving_repeated_h100",
                 "agents_h200",
                 "agents_h100",
                 "ttft_h200",
