@@ -50,7 +50,7 @@ def stock_kernel(heads: HeadConfig) -> StockKernel:
     """
     group, head_dim = heads.group_size, heads.head_dim
     if on_tensor_cores(heads):
-        rows = next((rows for most, rows in ((16, 16), (64, 64)) if group <= most), 128)
+        rows = 16 if group <= 16 else 64 if group <= 64 else 128
         return StockKernel(rows, ctas=2, tile=128 * 128 // head_dim, piece=100)
     tokens = group * max(1, 128 * 8 // (head_dim * group))
     if group == 1:
