@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -30,10 +29,9 @@ class Prepared(NamedTuple):
     facts: dict
 
 
-def prefix(case: Case, workload: Workload, pairs: bool = False) -> Prepared:
-    """Row tiles of the planner's choice; two blocks a turn with `pairs`."""
-    backend: Any = row_tile_backend(case.device, case.heads, case.dtype)
-    backend.pairs = pairs
+def prefix(case: Case, workload: Workload) -> Prepared:
+    """Row tiles of the planner's choice."""
+    backend = row_tile_backend(case.device, case.heads, case.dtype)
     rates = default_rates(case.device, case.heads, case.dtype, case.page_size)
     planner = RowTilePlanner(case.heads, num_sms=backend.num_sms, rates=rates)
     forest = build_forest(workload.tree.paths(), workload.query_lens)
@@ -141,7 +139,6 @@ def fa3(case: Case, workload: Workload) -> Prepared:
 
 PROVIDERS: dict[str, Callable[[Case, Workload], Prepared]] = {
     "prefix": prefix,
-    "prefix:pairs": partial(prefix, pairs=True),
     "flashinfer:fa2": flashinfer("fa2"),
     "flashinfer:fa3": flashinfer("fa3"),
     "fa3": fa3,

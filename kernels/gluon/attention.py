@@ -54,7 +54,6 @@ def row_tile_kernel(
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr,
-    PAIRS: gl.constexpr,
     STAGES: gl.constexpr,
     ITEM: gl.constexpr,
     BIT_KEYS: gl.constexpr,
@@ -69,29 +68,27 @@ def row_tile_kernel(
 ):
     """Grid (SMs,): not more, because parts of a tile wait for one another."""
     S = Shape(
-        HEADS, GROUP, HEAD_DIM, PAIRS, STAGES, ITEM, BIT_KEYS, HAS_CAP, HAS_LSE, PDL,
+        HEADS, GROUP, HEAD_DIM, STAGES, ITEM, BIT_KEYS, HAS_CAP, HAS_LSE, PDL,
         PRODUCER_WARPS, FUSED_MERGE, DYNAMIC,
     )  # fmt: skip
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     KL: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PRODUCERS: gl.constexpr = 32 * PRODUCER_WARPS
-    COLUMNS: gl.constexpr = 2 * BLOCK if PAIRS else BLOCK
     gl.static_assert(STAGES <= MAX_STAGES)
     gl.static_assert(not (DYNAMIC and FUSED_MERGE), "parts are found again by their numbers")
-    keys = gl.allocate_shared_memory(gl.int32, [STAGES, COLUMNS], FLAT)
+    keys = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK], FLAT)
     tickets, t_full, t_free = keys, keys, keys  # not used
     if DYNAMIC:
         tickets = gl.allocate_shared_memory(gl.int32, [2, BLOCK], FLAT)
         t_full, t_free = new_barriers(1), new_barriers(2)
-    # every thread that copies arrives once a block
-    full, free = new_barriers(PRODUCERS * (COLUMNS // BLOCK)), new_barriers(2)
+    full, free = new_barriers(PRODUCERS), new_barriers(2)
     k_full, k_free = full, free
     if HEAD_DIM > 128:
         k_full, k_free = new_barriers(PRODUCERS), new_barriers(2)
     rings = Rings(
         gl.allocate_shared_memory(DTYPE, [2, HALF_ROWS, HEAD_DIM], KL),
-        gl.allocate_shared_memory(DTYPE, [2 * STAGES, COLUMNS, HEAD_DIM], KL),
+        gl.allocate_shared_memory(DTYPE, [2 * STAGES, BLOCK, HEAD_DIM], KL),
         keys,
         tickets,
         t_full,

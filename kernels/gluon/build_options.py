@@ -28,13 +28,6 @@ CONFIGS = {
 }
 
 
-# The same with two blocks a stage.
-PAIR_CONFIGS = {
-    64: Config(stages=4, consumer_regs=208, producer_regs=88),
-    128: Config(stages=3, consumer_regs=192, producer_regs=120),
-}
-
-
 def kernel_constants(
     num_kv_heads: int,
     group_size: int,
@@ -45,21 +38,18 @@ def kernel_constants(
     pdl: bool,
     fused_merge: bool = True,
     dynamic: bool = False,
-    pairs: bool = False,
 ) -> dict:
     """The constants that row_tile_kernel is compiled with. Raises ValueError for a shape that it
     is not built for."""
-    configs = PAIR_CONFIGS if pairs else CONFIGS
-    if head_dim not in configs:
-        raise ValueError(f"head dim {head_dim} is none of {', '.join(map(str, configs))}")
+    if head_dim not in CONFIGS:
+        raise ValueError(f"head dim {head_dim} is none of {', '.join(map(str, CONFIGS))}")
     if not 1 <= group_size <= W.HALF_ROWS:
         raise ValueError(f"{group_size} query heads a KV head: 1 to {W.HALF_ROWS} fit a tile")
-    config = configs[head_dim]
+    config = CONFIGS[head_dim]
     return {
         "HEADS": num_kv_heads,
         "GROUP": group_size,
         "HEAD_DIM": head_dim,
-        "PAIRS": pairs,
         "STAGES": config.stages,
         "ITEM": W.item_words(group_size),
         "BIT_KEYS": W.has_bit_keys(group_size),

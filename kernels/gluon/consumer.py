@@ -2,14 +2,21 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
-from .block_pairs import attend_pairs
-from .blocks import attend_blocks, pass_on
 from .merge_parts import merge_share
 from .results import store_results
 from .shape import (
     BLOCK,
+    FLAG_BITS,
+    FLAGS_OF_BLOCK,
+    FLAGS_PER_WORD,
+    FOR_WARPGROUP,
+    GROWTH_FLAGS,
     H_NUM_ITEMS,
     H_STEPS,
     HALF_ROWS,
@@ -19,11 +26,79 @@ from .shape import (
     I_GROWING,
     I_PARTS,
     I_ROWS,
+    LOG2_E,
+    LOWEST,
+    MASKED,
     advance,
     blocks_of,
-    stages_of,
     ticket_of,
 )
+
+
+@gluon.jit
+def quad_sum(x):
+    """Sums [64, 4] of what each thread of a quad holds of its rows of x [64, BLOCK]: lanes are
+    added once, at the end of an item."""
+    return gl.sum(gl.sum(gl.reshape(x, [HALF_ROWS, BLOCK // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def softmax_step(s, b_max, b_sum, scale):
+    """Online softmax in base 2 over scores s [64, BLOCK], -inf where masked: probabilities, the
+    new state, and what the old results shrink by."""
+    new_max = gl.maximum(b_max, gl.max(s, 1) * scale)
+    p = gl.exp2(s * scale - new_max[:, None])
+    alpha = gl.exp2(b_max - new_max)
+    part = quad_sum(p)
+    b_sum = b_sum * gl.convert_layout(alpha, gl.SliceLayout(1, part.type.layout))[:, None] + part
+    return p, new_max, b_sum, alpha
+
+
+@gluon.jit
+def soft_cap(s, inner, outer):
+    """outer * tanh(s * inner): exact to a few ulp of outer, unlike tanh.approx."""
+    return outer - (2.0 * outer) / (gl.exp2(s * (inner * 2 * LOG2_E)) + 1.0)
+
+
+@gluon.jit
+def keep_visible(s, key, row, BIT_KEYS: gl.constexpr, GROUP: gl.constexpr):
+    """-inf in the columns that a row must not see; key as in words.py."""
+    if BIT_KEYS:
+        seen = (key[None, :] & (1 << (row // GROUP))[:, None]) != 0
+    else:
+        seen = (row[:, None] >= (key & 0xFFFF)[None, :]) & (row[:, None] < (key >> 16)[None, :])
+    return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def pass_on(rings, stage, phase, LEAN: gl.constexpr):
+    """A block without columns for this warpgroup's rows."""
+    if LEAN:
+        mbarrier.wait(rings.k_full.index(stage), phase)
+        mbarrier.arrive(rings.k_free.index(stage), count=1)
+    mbarrier.wait(rings.full.index(stage), phase)
+    mbarrier.arrive(rings.free.index(stage), count=1)
+
+
+@gluon.jit
+def add_values(p, acc, rings, v_at, v_stage):
+    """acc + p times the values of a block, whose stage may then be overwritten."""
+    acc = warpgroup_mma(p, rings.kv.index(v_at), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(rings.free.index(v_stage), count=1)
+    return acc
+
+
+@gluon.jit
+def flags_behind(i, word, next_word, p_flags, planned):
+    """The flags of block i + 1, and the words that hold the ones behind it: `next_word` was asked
+    for FLAGS_PER_WORD blocks ago, so that no block waits for it."""
+    i += 1
+    new = i % FLAGS_PER_WORD == 0
+    word = gl.where(new, next_word, word >> FLAG_BITS)
+    if new:
+        next_word = gl.load(p_flags + i // FLAGS_PER_WORD + 1)
+    return gl.where(i < planned, word & FLAGS_OF_BLOCK, GROWTH_FLAGS), word, next_word
 
 
 @gluon.jit
@@ -32,9 +107,19 @@ def consume(
     sm_scale, logits_soft_cap, rings, S, WG: gl.constexpr,
 ):  # fmt: skip
     """Every item of this CTA that warpgroup WG has rows of, then its share of what to merge."""
+    DTYPE: gl.constexpr = rings.q.dtype
+    # Results of head dim 256 take 128 registers a thread: queries stay in shared memory then, and
+    # a block's products with V end before the scores of the next one begin.
     LEAN: gl.constexpr = S.HEAD_DIM > 128
-    # a layout in which each warp has all of it
-    TL: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16]))
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.HEAD_DIM, 16])
+    QL: gl.constexpr = gl.DotOperandLayout(0, SL, 2)
+    PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
+    SR: gl.constexpr = gl.SliceLayout(1, SL)
+    OR: gl.constexpr = gl.SliceLayout(1, OL)
+    scale = sm_scale * LOG2_E
+    z = gl.zeros([HALF_ROWS, BLOCK], gl.float32, SL)
+
     num_tickets = gl.load(words_ptr + H_NUM_ITEMS) * S.HEADS
     steps = gl.load(words_ptr + H_STEPS)
     turns = 0
@@ -54,29 +139,76 @@ def consume(
         # tiles of one warpgroup go to both in turn
         if wide | ((turns & 1) == WG):
             base = gl.where(wide, WG * HALF_ROWS, 0)
-            if S.PAIRS:
-                acc, b_max, b_sum, stage, phase = attend_pairs(
-                    rings, p_flags, planned, num_blocks, base, stage, phase, q_phase, sm_scale,
-                    logits_soft_cap, S, WG,
-                )  # fmt: skip
-            else:
-                acc, b_max, b_sum, stage, phase = attend_blocks(
-                    rings, p_flags, planned, num_blocks, base, stage, phase, q_phase, sm_scale,
-                    logits_soft_cap, S, WG,
-                )  # fmt: skip
+            row_s = base + gl.arange(0, HALF_ROWS, SR)
+            b_max = gl.full([HALF_ROWS], LOWEST, gl.float32, SR)
+            b_sum = quad_sum(z)
+            acc = gl.zeros([HALF_ROWS, S.HEAD_DIM], gl.float32, OL)
+            p = gl.zeros([HALF_ROWS, BLOCK], DTYPE, PL)
+            # One code path for all blocks: the first product with values is of zeros, by K.
+            v_at = 2 * stage
+            v_stage = stage + 0  # a name of its own: an alias is not carried through a loop
+            word = gl.load(p_flags)
+            next_word = gl.load(p_flags + 1)
+            flags = gl.where(planned > 0, word & FLAGS_OF_BLOCK, GROWTH_FLAGS)
+            mbarrier.wait(rings.q_full.index(WG), q_phase)
             q_phase ^= 1
+            q = rings.q.index(WG)
+            if not LEAN:
+                # Queries stay in registers: from shared memory they and a block of 64 columns
+                # would take all of its bandwidth.
+                q = q.load(QL)
+                mbarrier.arrive(rings.q_free.index(WG), count=1)
+            for i in range(num_blocks):
+                if (flags & (FOR_WARPGROUP << WG)) != 0:
+                    mbarrier.wait(rings.k_full.index(stage), phase)
+                    k = rings.kv.index(2 * stage).permute((1, 0))
+                    s = warpgroup_mma(q, k, z, use_acc=False, is_async=True)
+                    if LEAN:
+                        s = warpgroup_mma_wait(0, deps=(s,))
+                    else:
+                        acc = warpgroup_mma(p, rings.kv.index(v_at), acc, is_async=True)
+                        s = warpgroup_mma_wait(1, deps=(s,))
+                    if S.HAS_CAP:
+                        s = soft_cap(s, sm_scale / logits_soft_cap, logits_soft_cap * LOG2_E)
+                        scale = 1.0
+                    if (flags & MASKED) != 0:
+                        key = rings.keys.index(stage).load(gl.SliceLayout(0, SL))
+                        s = keep_visible(s, key, row_s, S.BIT_KEYS, S.GROUP)
+                    # here, where it takes its turn with the arithmetic of softmax
+                    flags, word, next_word = flags_behind(i, word, next_word, p_flags, planned)
+                    s, b_max, b_sum, alpha = softmax_step(s, b_max, b_sum, scale)
+                    if not LEAN:
+                        acc, p, s = warpgroup_mma_wait(0, deps=(acc, p, s))
+                        mbarrier.arrive(rings.free.index(v_stage), count=1, pred=i > 0)
+                    p = gl.convert_layout(s.to(DTYPE), PL)
+                    acc = acc * gl.convert_layout(alpha, OR)[:, None]
+                    v_at = 2 * stage + 1
+                    v_stage = stage
+                    if LEAN:
+                        mbarrier.arrive(rings.k_free.index(stage), count=1)
+                        mbarrier.wait(rings.full.index(stage), phase)
+                        acc = add_values(p, acc, rings, v_at, v_stage)
+                else:
+                    flags, word, next_word = flags_behind(i, word, next_word, p_flags, planned)
+                    pass_on(rings, stage, phase, LEAN)
+                stage, phase = advance(stage, phase, S.STAGES)
+            if LEAN:
+                mbarrier.arrive(rings.q_free.index(WG), count=1)
+            else:
+                acc = add_values(p, acc, rings, v_at, v_stage)
+
             split_turns += store_results(
                 acc, b_max, b_sum, base, rows, head, p_item, out_ptr, lse_ptr, partial_out_ptr,
                 partial_state_ptr, counters_ptr, stride_out, S,
             )  # fmt: skip
         else:
-            for _ in range(stages_of(num_blocks, S)):
+            for _ in range(num_blocks):
                 pass_on(rings, stage, phase, LEAN)
                 stage, phase = advance(stage, phase, S.STAGES)
         if S.DYNAMIC:
             slot = turns & 1
             mbarrier.wait(rings.t_full.index(slot), (turns >> 1) & 1)
-            ticket = gl.max(rings.tickets.index(slot).load(TL), 0)
+            ticket = gl.max(rings.tickets.index(slot).load(gl.SliceLayout(0, SL)), 0)
             mbarrier.arrive(rings.t_free.index(slot), count=1)
             turns += 1
         else:

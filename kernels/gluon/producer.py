@@ -85,37 +85,6 @@ def words_of(words_ptr, ticket, S):
 
 
 @gluon.jit
-def copy_rows(view, tile, half, p_rows, ok, S):
-    """Rows of K or V into one half of the 128 of a stage's buffer. In shared memory these stand
-    64 elements wide, [D / 64, 128, 64]: the halves of a pair are not one behind the other."""
-    for d in gl.static_range(0, S.HEAD_DIM, 64):
-        i_view = tile * (2 * S.HEAD_DIM // 64) + d // 64 * 2 + half
-        async_copy.async_copy_global_to_shared(view.index(i_view), p_rows + d, mask=ok)
-
-
-@gluon.jit
-def copy_half(
-    p_k, p_v, p_keys, p_next, slot, inside, offs_d, half, stage, phase, rings, stride_k, stride_v,
-    S,
-):  # fmt: skip
-    """As copy_block, into one half of a stage, and empty where it is not inside of the item."""
-    KL: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    view = rings.kv._reinterpret(rings.kv.dtype, [4 * S.STAGES * S.HEAD_DIM // 64, BLOCK, 64], KL)
-    keys = rings.keys._reinterpret(gl.int32, [2 * S.STAGES, BLOCK], FLAT)
-    ok = ((slot >= 0) & inside)[:, None]
-    to_k = times(slot, stride_k)
-    to_v = times(slot, stride_v)
-    mbarrier.wait(rings.free.index(stage), phase ^ 1)
-    copy_rows(view, 2 * stage, half, p_k + to_k[:, None] + offs_d[None, :], ok, S)
-    # a key of 0 shows a column to nobody
-    async_copy.async_copy_global_to_shared(keys.index(2 * stage + half), p_keys, mask=inside)
-    copy_rows(view, 2 * stage + 1, half, p_v + to_v[:, None] + offs_d[None, :], ok, S)
-    async_copy.mbarrier_arrive(rings.full.index(stage), increment_count=False)
-    return gl.load(p_next)
-
-
-@gluon.jit
 def copy_block(p_k, p_v, p_keys, p_next, slot, offs_d, stage, phase, rings, stride_k, stride_v, S):
     """Keys and values of one block into its stage; returns the slots of the block PRE behind.
 
@@ -141,29 +110,6 @@ def copy_block(p_k, p_v, p_keys, p_next, slot, offs_d, stage, phase, rings, stri
 
 
 @gluon.jit
-def copy_next(
-    i, num_blocks, p_k, p_v, p_keys, p_next, slot, offs_d, stage, phase, rings, stride_k, stride_v,
-    S,
-):  # fmt: skip
-    """Block i of an item, whose slots are given: the slots of the block PRE behind it, and where
-    the next block goes."""
-    next_stage, next_phase = advance(stage, phase, S.STAGES)
-    if S.PAIRS:
-        half = i & 1
-        slot = copy_half(
-            p_k, p_v, p_keys, p_next, slot, i < num_blocks, offs_d, half, stage, phase, rings,
-            stride_k, stride_v, S,
-        )  # fmt: skip
-        next_stage = gl.where(half == 1, next_stage, stage)
-        next_phase = gl.where(half == 1, next_phase, phase)
-    else:
-        slot = copy_block(
-            p_k, p_v, p_keys, p_next, slot, offs_d, stage, phase, rings, stride_k, stride_v, S
-        )
-    return slot, next_stage, next_phase
-
-
-@gluon.jit
 def produce(
     q_ptr, k_ptr, v_ptr, counters_ptr, words_ptr, slots_ptr, keys_ptr, stride_q, stride_k,
     stride_v, rings, S,
@@ -180,7 +126,7 @@ def produce(
     KL: gl.constexpr = gl.BlockedLayout([4], [32], [S.PRODUCER_WARPS], [0])
     offs_n = gl.arange(0, BLOCK, gl.SliceLayout(1, L))
     offs_k = gl.arange(0, BLOCK, KL)
-    offs_d = gl.arange(0, 64 if S.PAIRS else S.HEAD_DIM, gl.SliceLayout(0, L))
+    offs_d = gl.arange(0, S.HEAD_DIM, gl.SliceLayout(0, L))
 
     turn = 0
     ticket = ticket_of(0)
@@ -218,39 +164,31 @@ def produce(
         num_blocks = blocks_of(planned, growing, steps)
         p_k = k_ptr + head * S.HEAD_DIM
         p_v = v_ptr + head * S.HEAD_DIM
-        copied = num_blocks
-        if S.PAIRS:
-            copied += num_blocks & 1  # the last half of a stage may be empty
-        for i in range(0, copied, PRE):
+        for i in range(0, num_blocks, PRE):
             p_next = slots_ptr + (rest + i) * BLOCK + offs_n  # of block i + PRE
             at = gl.where(i < PRE, item * PRE, rest + i - PRE)
             p_keys = keys_ptr + at * BLOCK + offs_k
-            s0, stage, phase = copy_next(
-                i, num_blocks, p_k, p_v, p_keys, p_next, s0, offs_d, stage, phase, rings, stride_k,
-                stride_v, S,
-            )  # fmt: skip
-            if not S.PAIRS:
-                if i == 0:
-                    # behind the first block: the words that say which queries have arrived by then
-                    q_phases = copy_queries(
-                        q_ptr, p_item, head, rows, turn, rings, q_phases, stride_q, S
-                    )
-            if i + 1 < copied:
-                s1, stage, phase = copy_next(
-                    i + 1, num_blocks, p_k, p_v, p_keys + BLOCK, p_next + BLOCK, s1, offs_d, stage,
-                    phase, rings, stride_k, stride_v, S,
+            s0 = copy_block(
+                p_k, p_v, p_keys, p_next, s0, offs_d, stage, phase, rings, stride_k, stride_v, S
+            )
+            stage, phase = advance(stage, phase, S.STAGES)
+            if i == 0:
+                # behind the first block: the words that say which queries have arrived by then
+                q_phases = copy_queries(
+                    q_ptr, p_item, head, rows, turn, rings, q_phases, stride_q, S
+                )
+            if i + 1 < num_blocks:
+                s1 = copy_block(
+                    p_k, p_v, p_keys + BLOCK, p_next + BLOCK, s1, offs_d, stage, phase, rings,
+                    stride_k, stride_v, S,
                 )  # fmt: skip
-            if i + 2 < copied:
-                s2, stage, phase = copy_next(
-                    i + 2, num_blocks, p_k, p_v, p_keys + 2 * BLOCK, p_next + 2 * BLOCK, s2,
-                    offs_d, stage, phase, rings, stride_k, stride_v, S,
+                stage, phase = advance(stage, phase, S.STAGES)
+            if i + 2 < num_blocks:
+                s2 = copy_block(
+                    p_k, p_v, p_keys + 2 * BLOCK, p_next + 2 * BLOCK, s2, offs_d, stage, phase,
+                    rings, stride_k, stride_v, S,
                 )  # fmt: skip
-            if S.PAIRS:
-                if i == 0:
-                    # later: the item before needs its own up to its last products
-                    q_phases = copy_queries(
-                        q_ptr, p_item, head, rows, turn, rings, q_phases, stride_q, S
-                    )
+                stage, phase = advance(stage, phase, S.STAGES)
         turn += 1
         ticket = next_ticket
         p_item = p_next_item

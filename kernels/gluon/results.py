@@ -25,12 +25,9 @@ def store_results(
     """
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
     OR: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    # Results are stored 16 bytes a thread; with PAIRS as they come out of the products, 4 bytes a
-    # thread: stages leave no room to exchange them through.
-    WL: gl.constexpr = (
-        acc.type.layout
-        if S.PAIRS
-        else gl.BlockedLayout([1, 8], [256 // S.HEAD_DIM, S.HEAD_DIM // 8], [4, 1], [1, 0])
+    # results as they are stored, 16 bytes a thread
+    WL: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [256 // S.HEAD_DIM, S.HEAD_DIM // 8], [4, 1], [1, 0]
     )
     offs_w = gl.arange(0, HALF_ROWS, gl.SliceLayout(1, WL))
     offs_o = gl.arange(0, HALF_ROWS, OR)

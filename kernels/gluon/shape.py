@@ -32,8 +32,7 @@ class Shape:
     """What a kernel is compiled for.
 
     HEADS     KV heads; GROUP query heads each; HEAD_DIM 64, 128 or 256
-    PAIRS     two blocks of 64 columns a turn, and a stage, rather than one (block_pairs.py)
-    STAGES    stages of K, and of V, that the rings hold
+    STAGES    blocks of K, and of V, that the rings hold
     ITEM, BIT_KEYS  item_words(GROUP) and has_bit_keys(GROUP) of words.py
     HAS_CAP   cap the logits; HAS_LSE write the LSE; PDL wait for the kernel before by hand
     FUSED_MERGE  merge split tiles here; without it partial results are left to another kernel
@@ -43,7 +42,6 @@ class Shape:
     HEADS: gl.constexpr
     GROUP: gl.constexpr
     HEAD_DIM: gl.constexpr
-    PAIRS: gl.constexpr
     STAGES: gl.constexpr
     ITEM: gl.constexpr
     BIT_KEYS: gl.constexpr
@@ -56,13 +54,12 @@ class Shape:
 
     @gluon.constexpr_function
     def __init__(
-        self, HEADS, GROUP, HEAD_DIM, PAIRS, STAGES, ITEM, BIT_KEYS, HAS_CAP, HAS_LSE, PDL,
+        self, HEADS, GROUP, HEAD_DIM, STAGES, ITEM, BIT_KEYS, HAS_CAP, HAS_LSE, PDL,
         PRODUCER_WARPS, FUSED_MERGE, DYNAMIC,
     ):  # fmt: skip
         self.HEADS = gl.constexpr(HEADS)
         self.GROUP = gl.constexpr(GROUP)
         self.HEAD_DIM = gl.constexpr(HEAD_DIM)
-        self.PAIRS = gl.constexpr(PAIRS)
         self.STAGES = gl.constexpr(STAGES)
         self.ITEM = gl.constexpr(ITEM)
         self.BIT_KEYS = gl.constexpr(BIT_KEYS)
@@ -78,7 +75,6 @@ class Shape:
 class Rings:
     """Shared memory: q [2, 64, D], kv [2 * STAGES, 64, D] with K in even and V in odd buffers, keys
     int32 [STAGES, 64], and mbarriers: what they guard is there (full) or may be overwritten (free).
-    PAIRS: kv and keys have 128 columns a stage.
     full and free are a whole stage's, and so are k_full and k_free but for head dim 256, whose two
     stages pass K on by itself.
     tickets int32 [2, 64] of DYNAMIC kernels: a ticket, as often as a warpgroup likes to read it.
@@ -138,14 +134,6 @@ def ticket_of(turn):
 def blocks_of(planned, growing, steps):
     """Blocks of an item, those that grew since the plan included."""
     return planned + (steps * growing + BLOCK - 1) // BLOCK
-
-
-@gluon.jit
-def stages_of(num_blocks, S):
-    """Stages that an item's blocks take; each item begins with a stage of its own."""
-    if S.PAIRS:
-        num_blocks = (num_blocks + 1) // 2
-    return num_blocks
 
 
 @gluon.jit

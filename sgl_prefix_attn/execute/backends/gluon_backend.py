@@ -53,7 +53,6 @@ class RowTileWorkspace(Workspace):
 class GluonBackend:
     """KernelBackend of Hopper GPUs: one launch a layer, whatever the tree.
 
-    pairs: two blocks a turn rather than one, where products bound the time (block_pairs.py).
     pdl: launches are programmatic dependent ones. The kernel starts while the one before it ends,
     reads words, slots and keys, and waits for that kernel before it reads or writes anything else.
     The first launch behind a fill or append is in full order: what these wrote is there for every
@@ -63,7 +62,6 @@ class GluonBackend:
     layout_version: ClassVar[int] = W.VERSION
     fused_merge: ClassVar[bool] = True
     dynamic: bool = False
-    pairs: bool = False
     capabilities: ClassVar[Capabilities] = RowTileCapabilities(
         head_dims=(min(CONFIGS), max(CONFIGS)),
         group_sizes=(1, 16),
@@ -164,7 +162,7 @@ class GluonBackend:
         constants = kernel_constants(
             self.heads.num_kv_heads, self.heads.group_size, self.heads.head_dim,
             has_cap=layer.soft_cap > 0, has_lse=layer.out_lse is not None, pdl=self.pdl,
-            fused_merge=self.fused_merge, dynamic=self.dynamic, pairs=self.pairs,
+            fused_merge=self.fused_merge, dynamic=self.dynamic,
         )  # fmt: skip
         row_tile_kernel[(self.num_sms,)](
             layer.q, layer.k_cache, layer.v_cache, layer.out,
