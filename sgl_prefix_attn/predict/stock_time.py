@@ -51,7 +51,7 @@ def stock_kernel(heads: HeadConfig) -> StockKernel:
     group, head_dim = heads.group_size, heads.head_dim
     if on_tensor_cores(heads):
         rows = 16 if group <= 16 else 64 if group <= 64 else 128
-        return StockKernel(rows, ctas=2, tile=128 * 128 // head_dim, piece=100)
+        return StockKernel(rows, ctas=2, tile=max(1, 128 * 128 // head_dim), piece=100)
     tokens = group * max(1, 128 * 8 // (head_dim * group))
     if group == 1:
         return StockKernel(0, ctas=6, tile=4 * tokens, piece=30)

@@ -105,6 +105,8 @@ def test_a_pool_too_small_is_refused():
         ((16, 1, 256), 16, 2, 64),
         ((17, 1, 128), 64, 2, 128),
         ((65, 1, 128), 128, 2, 128),
+        ((32, 8, 20000), 16, 2, 1),  # never 0, however little sense it makes
+        ((2, 1, 20000), 0, 8, 2),
     ],
 )
 def test_stock_kernels(heads, rows, ctas, tile):
