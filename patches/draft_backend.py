@@ -8,6 +8,6 @@ PARAMETERS = ("self",)
 WHY = "SGLang makes the backends of draft steps by names of its own, not from its registry"
 
 
-def hook(stock, factory):
+def hook(stock, factory, *_args, **_kwargs):
     """Put plans beside what create_decode_backend made, where the draft model allows them."""
     return planned_drafts(factory.draft_model_runner, factory.topk, stock)

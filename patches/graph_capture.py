@@ -9,25 +9,25 @@ PARAMETERS = ("self", "size", "forward", "stream_idx", "variant_label")
 WHY = "a stock step must cost what it costs without the plugin, so both variants need a graph"
 
 
-def hook(original, runner, size, forward, stream_idx=None, variant_label=None, *rest):
+def hook(original, runner, size, forward, stream_idx=None, variant_label=None, *rest, **kwargs):
     """Run capture_one_shape unchanged, then again with the backend on prefix kernels.
 
     Stock comes first: its metadata of this size is then in place if a layer leaves the prefix
     kernels during their capture.
     """
-    original(runner, size, forward, stream_idx, variant_label, *rest)
+
+    def capture():
+        return original(runner, size, forward, stream_idx, variant_label, *rest, **kwargs)
+
+    result = capture()
     backend = find_graph_backend(runner)
     if backend is None:
-        return
-    backend.variants.capture(
-        size,
-        runner.capture_bs,
-        lambda: original(runner, size, forward, stream_idx, variant_label, *rest),
-        runner.device_module,
-    )
+        return result
+    backend.variants.capture(size, runner.capture_bs, capture, runner.device_module)
     # SGLang captures from the largest size down, "lora" before "nolora".
     if size == min(runner.capture_bs) and variant_label != "lora":
         backend.variants.log_cost()
+    return result
 
 
 def find_graph_backend(runner):

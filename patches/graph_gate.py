@@ -9,9 +9,9 @@ PARAMETERS = ("self", "forward_batch")
 WHY = "a cross-checked step (SGL_PREFIX_ATTN_CHECK) runs both backends; a graph holds one"
 
 
-def hook(original, runner, forward_batch):
+def hook(original, runner, forward_batch, *args, **kwargs):
     """Answer can_run_graph with no for a step that our backend has to run eagerly."""
     backend = find_backend(runner.model_runner, runner.attn_backend)
     if backend is not None and backend.needs_eager_step:
         return False
-    return original(runner, forward_batch)
+    return original(runner, forward_batch, *args, **kwargs)

@@ -9,7 +9,7 @@ PARAMETERS = ("self",)
 WHY = "the backend that serves decode must not change how fast prompts are read"
 
 
-def hook(server_args):
+def hook(server_args, *_args, **_kwargs):
     """Rewrite the arguments before SGLang resolves them; does nothing a second time."""
     keep_default_prefill(server_args)
     keep_stock_drafts(server_args)

@@ -8,7 +8,8 @@ PARAMETERS = ("self",)
 WHY = "SGLang builds its backend last: a bad variable would stop the server minutes after its start"
 
 
-def hook(original, server_args):
+def hook(original, server_args, *args, **kwargs):
     """Check settings and model after SGLang's own check, before other processes start."""
-    original(server_args)
+    result = original(server_args, *args, **kwargs)
     start_checks.check(server_args)
+    return result

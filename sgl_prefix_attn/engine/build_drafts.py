@@ -14,7 +14,7 @@ from sgl_prefix_attn.execute.backends.choice import why_no_backend, why_no_row_t
 from sgl_prefix_attn.execute.backends.family import choose_family
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.records import PREFIX, STOCK
-from sgl_prefix_attn.settings import BACKEND_NAME, Settings
+from sgl_prefix_attn.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +25,9 @@ def plan_drafts(runner, topk: int, stock):
 
     runner  the draft model's ModelRunner
     topk    tokens that a step drafts for each request
-    stock   None where SGLang drafts without decode steps
 
     Raises as build() does.
     """
-    if stock is None or BACKEND_NAME not in sglang_config.attention_backends(runner.server_args):
-        return stock  # a server of other backends need not have our variables right
     settings = Settings.from_env()
     if not PlannedKinds.of(runner.server_args, settings).verify:
         return stock

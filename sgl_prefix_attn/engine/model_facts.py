@@ -1,6 +1,5 @@
 """What SGLang's ModelRunner says about a model's attention layers, and why they cannot be run."""
 
-from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from sgl_prefix_attn.engine import sglang_config
@@ -49,10 +48,8 @@ def unsupported_model(runner) -> str | None:
 
 def unsupported_extend(runner) -> str | None:
     """Say why no extend batch of a model that decodes over plans can run one, or None."""
-    if any(x.attn_type != AttentionType.DECODER for x in attention_layers(runner)):
-        return "layers:bidirectional"
-    # It loads a plan while the batch before may still run its own.
-    return "plan_stream" if envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get() else None
+    bidirectional = any(x.attn_type != AttentionType.DECODER for x in attention_layers(runner))
+    return "layers:bidirectional" if bidirectional else None
 
 
 def _pool_name(pool) -> str:

@@ -1,7 +1,12 @@
 """Finds our backend in a ModelRunner, behind the wrappers that SGLang puts around it.
 
-Imports nothing of SGLang until it is called: the hooks load this at plugin registration.
+The hooks load this at plugin registration, and call it in every server, also of other backends:
+nothing of SGLang or of ours is imported before prefix attention is asked for.
 """
+
+import sys
+
+from sgl_prefix_attn.settings import BACKEND_NAME
 
 
 def find_backend(model_runner, backend=None):
@@ -14,21 +19,33 @@ def find_backend(model_runner, backend=None):
     SGLang wraps a prefill and a decode backend into HybridAttnBackend. Any other wrapper (two-batch
     overlap, hybrid linear attention) is not ours: behind it, steps stay stock.
     """
-    from sgl_prefix_attn.engine.backend import PrefixAttnBackend
-    from sgl_prefix_attn.engine.planned_drafts import PlannedDrafts
-
     if model_runner.is_draft_worker:
         backend = backend or getattr(model_runner, "draft_attn_backend", None)
-        return backend if isinstance(backend, PlannedDrafts) else None
+        return backend if _is_of(backend, "planned_drafts", "PlannedDrafts") else None
     backend = backend or getattr(model_runner, "attn_backend", None)
     if backend is not None and type(backend).__name__ == "HybridAttnBackend":
         backend = backend.decode_backend
-    return backend if isinstance(backend, PrefixAttnBackend) else None
+    return backend if _is_of(backend, "backend", "PrefixAttnBackend") else None
+
+
+def _is_of(backend, module: str, name: str) -> bool:
+    """Return whether this is an instance of a class of ours, whose module is loaded then."""
+    loaded = sys.modules.get(f"sgl_prefix_attn.engine.{module}")
+    return loaded is not None and isinstance(backend, getattr(loaded, name))
 
 
 def planned_drafts(draft_runner, topk: int, stock):
     """Return the backend of a draft model's decode steps, `stock` with plans beside it or `stock`
-    alone (build_drafts.plan_drafts)."""
+    alone (build_drafts.plan_drafts).
+
+    stock  None where SGLang drafts without decode steps
+    """
+    from sgl_prefix_attn.engine import sglang_config
+
+    if stock is None or BACKEND_NAME not in sglang_config.attention_backends(
+        draft_runner.server_args
+    ):
+        return stock  # a server of other backends need not have our variables right
     from sgl_prefix_attn.engine.build_drafts import plan_drafts
 
     return plan_drafts(draft_runner, topk, stock)

@@ -9,6 +9,7 @@ from sgl_prefix_attn.settings import BACKEND_NAME, Settings
 logger = logging.getLogger(__name__)
 
 GLUE_GRAPH = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
+PLAN_STREAM = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
 TREE_CORE = "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"
 
 
@@ -42,6 +43,7 @@ def check(server_args) -> None:
     Settings.from_env()
     raise_if_unsupported(sglang_config.model_config(server_args))
     _refuse_glue_graph()
+    _refuse_plan_stream(server_args)
     _ask_for_a_readable_tree()
 
 
@@ -71,6 +73,22 @@ def _refuse_glue_graph() -> None:
         raise ValueError(
             f"--attention-backend {BACKEND_NAME}: {GLUE_GRAPH} would capture the host's planning "
             "into a CUDA graph; unset it"
+        )
+
+
+def _refuse_plan_stream(server_args) -> None:
+    """With this variable SGLang fills buffers of the backend that verifies after drafting, which
+    neither FlashInfer's backend nor ours has."""
+    from sglang.srt.environ import envs
+
+    if not getattr(envs, PLAN_STREAM).get():
+        return
+    prefill, decode = sglang_config.attention_backends(server_args)
+    options = sglang_config.options(server_args)
+    verifies = decode if options.speculative_attention_mode == "decode" else prefill
+    if options.speculative_algorithm is not None and verifies == BACKEND_NAME:
+        raise ValueError(
+            f"--attention-backend {BACKEND_NAME} cannot verify drafts with {PLAN_STREAM}; unset it"
         )
 
 

@@ -3,6 +3,9 @@
 import ast
 import contextlib
 import importlib.util
+import inspect
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -72,6 +75,67 @@ def test_planning_inside_a_captured_graph_is_refused(served_model, monkeypatch):
     monkeypatch.setenv(start_checks.GLUE_GRAPH, "1")
     with pytest.raises(ValueError, match=start_checks.GLUE_GRAPH):
         start_checks.check(None)
+
+
+@pytest.mark.parametrize(
+    ("backends", "mode", "algorithm", "refused"),
+    [
+        (("prefix", "prefix"), "prefill", "EAGLE", True),
+        (("fa3", "prefix"), "decode", "EAGLE", True),
+        (("fa3", "prefix"), "prefill", "EAGLE", False),  # verified by FlashAttention 3
+        (("prefix", "prefix"), "prefill", None, False),
+    ],
+)
+def test_a_plan_stream_is_refused_where_drafts_are_verified_here(
+    backends, mode, algorithm, refused, served_model, monkeypatch
+):
+    options = SimpleNamespace(speculative_attention_mode=mode, speculative_algorithm=algorithm)
+    monkeypatch.setattr(sglang_config, "attention_backends", lambda _: backends)
+    monkeypatch.setattr(sglang_config, "options", lambda _: options)
+    start_checks.check(None)
+    monkeypatch.setenv(start_checks.PLAN_STREAM, "1")
+    message = pytest.raises(ValueError, match=start_checks.PLAN_STREAM)
+    with message if refused else contextlib.nullcontext():
+        start_checks.check(None)
+
+
+OTHER_BACKENDS = """
+import sys
+from types import SimpleNamespace
+from sgl_prefix_attn.plugin import entry_point
+entry_point.register()
+from sgl_prefix_attn.engine import sglang_config
+from sgl_prefix_attn.patches import batch_requests, draft_backend, graph_capture
+from sgl_prefix_attn.patches import graph_gate, graph_key
+sglang_config.attention_backends = lambda server_args: ("fa3", "fa3")
+backend = object()
+for draft in (False, True):
+    model = SimpleNamespace(is_draft_worker=draft, attn_backend=backend, server_args=None)
+    runner = SimpleNamespace(
+        model_runner=model, attn_backend=backend, enable_pdmux=False, capture_forward_mode=None
+    )
+    batch_requests.hook(None, None, None, model)
+    assert graph_gate.hook(lambda runner, batch: "yes", runner, None) == "yes"
+    assert graph_key.hook(lambda runner, size: size, runner, 3) == 3
+    assert graph_capture.hook(lambda *args: "captured", runner, 3, None) == "captured"
+    factory = SimpleNamespace(draft_model_runner=model, topk=1)
+    assert draft_backend.hook(backend, factory) is backend
+ours = {name for name in sys.modules if name.startswith("sgl_prefix_attn.")}
+print(sorted(name for name in ours if ".plan" in name or ".execute" in name or ".engine.b" in name))
+"""
+
+
+def test_servers_of_other_backends_load_nothing_of_ours():
+    """SGLang loads every installed plugin, and the hooks run in every server."""
+    done = subprocess.run([sys.executable, "-c", OTHER_BACKENDS], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("name", SGLANG.release.hooks)
+def test_hooks_take_what_a_newer_release_may_pass_besides(name):
+    """versions.py lets a release run whose functions take more arguments than before."""
+    parameters = inspect.signature(hooks.load(name).hook).parameters.values()
+    assert inspect.Parameter.VAR_KEYWORD in {parameter.kind for parameter in parameters}
 
 
 @pytest.mark.parametrize("chosen", [None, "rust"])
