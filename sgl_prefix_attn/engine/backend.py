@@ -101,6 +101,11 @@ class PrefixAttnBackend(AttentionBackend):
             planner, predictor = built.planner, built.predictor
             self._executor = built.executor
             self._padding = Step(_CAPTURE, padding_plan(built.planner))
+        elif self._extends is not None:
+            logger.info(
+                "--attention-backend prefix: decode steps run stock attention (%s)",
+                self._model_problem,
+            )
         else:
             logger.warning(
                 "--attention-backend prefix: every step runs stock attention (%s)",

@@ -32,7 +32,6 @@ from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.paths.tree_reader import RunningBatch
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.predict.prefill_time import PrefillTime
-from sgl_prefix_attn.predict.startup import default_rates
 from sgl_prefix_attn.records import PREFIX, Decision, HeadConfig
 from sgl_prefix_attn.settings import BACKEND_NAME, Settings
 from sgl_prefix_attn.step.extend import ExtendPreparer
@@ -40,6 +39,7 @@ from sgl_prefix_attn.step.preparer import Step
 
 logger = logging.getLogger(__name__)
 
+_ALL = "extend and verify batches"
 # New tokens of a batch that the workspace is made for: larger ones are chunks of long prompts,
 # which fill tiles by themselves.
 _MOST_QUERIES = 1 << 14
@@ -87,8 +87,9 @@ def build_extends(
         return None
     device = torch.device(runner.device)
     backend: Any  # of row tiles
+    rates = None
     if isinstance(decode.planner, RowTilePlanner):
-        backend = decode.executor.backend
+        backend, rates = decode.executor.backend, decode.planner.rates  # the same on all ranks
     elif device.type == "cpu":
         backend = row_tile_backend(device, heads, runner.dtype)
     else:
@@ -100,7 +101,7 @@ def build_extends(
     planner = RowTilePlanner(
         heads,
         num_sms=backend.num_sms,
-        rates=default_rates(device, heads, runner.kv_cache_dtype, runner.page_size),
+        rates=rates,
         capacity=capacity,
     )
     planner.warm_up()
@@ -252,12 +253,13 @@ class Extends:
         be."""
         if must_raise(error, capturing=self._active is self._capture):
             raise error
-        logger.error("prefix kernels failed in an extend batch: %s", error, exc_info=error)
+        kind = "a verify" if self._verifies else "an extend"
+        logger.error("prefix kernels failed in %s batch: %s", kind, error, exc_info=error)
         self._leave("kernel_error", forward_batch)
 
     def _leave(self, reason: str, forward_batch) -> None:
         """Run stock from here on, in the middle of a batch."""
-        logger.warning("--attention-backend prefix: prefill runs stock attention (%s)", reason)
+        logger.warning("--attention-backend prefix: %s run stock attention (%s)", _ALL, reason)
         self.only_stock(reason)
         if self._active is not self._capture:
             # In a capture the stock graph of the same size has just left its metadata in place.

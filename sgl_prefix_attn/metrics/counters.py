@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How the evaluation of a batch ended: with a plan, or with an error.
-PLANNED, FAILED = "planned", "failed"
+# How the evaluation of a batch ended: of a decode step, of a batch of several tokens a request, or
+# with an error.
+PLANNED, EXTENDED, FAILED = "planned", "extended", "failed"
 
 
 class KvTokens(NamedTuple):
@@ -89,12 +90,12 @@ class StepCounters:
         self._export("drafts_total", 1, decision.variant, decision.reason)
 
     @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """Time the evaluation of a batch, by how it ended."""
+    def evaluation(self, success: str = PLANNED) -> Iterator[None]:
+        """Time the evaluation of a batch, by how it ended: with `success` or FAILED."""
         outcome, start = FAILED, time.perf_counter()
         try:
             yield
-            outcome = PLANNED
+            outcome = success
         finally:
             seconds = time.perf_counter() - start
             self.plan_seconds[outcome] += seconds

@@ -4,7 +4,7 @@ import logging
 from collections import Counter
 from typing import Any
 
-from sgl_prefix_attn.metrics.counters import KvSize, StepCounters
+from sgl_prefix_attn.metrics.counters import EXTENDED, KvSize, StepCounters
 from sgl_prefix_attn.records import Decision
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,8 @@ class DecodeLog:
             )
         causes = ", ".join(f"{cause} {count}" for cause, count in plans.most_common())
         parts.append(f"#plan: {plans.total()}" + (f" ({causes})" if causes else ""))
-        parts.append(f"planning (ms): {1e3 * seconds.total():.2f}")
+        planning = seconds.total() - seconds[EXTENDED]
+        parts.append(f"planning (ms): {1e3 * planning:.2f}")
         if (stats := counters.last_plan) is not None:
             parts.append(f"last plan: #pack: {stats.num_packs}, #work-item: {stats.num_items}")
         return ", ".join(parts)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from sgl_prefix_attn.metrics.counters import StepCounters
+from sgl_prefix_attn.metrics.counters import EXTENDED, StepCounters
 from sgl_prefix_attn.paths.readers import reader_of, unsupported_tree
 from sgl_prefix_attn.paths.tree_reader import RunningBatch, check_paths
 from sgl_prefix_attn.plan.forest import build_forest
@@ -97,7 +97,7 @@ class ExtendPreparer:
         """
         plan = None
         try:
-            with self._counters.evaluation():
+            with self._counters.evaluation(EXTENDED):
                 decision, plan = self._evaluate(batch, query_lens, against)
         except Exception as error:
             decision = self._fallback(reason_of(error), error)

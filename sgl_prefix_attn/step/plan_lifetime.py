@@ -69,7 +69,7 @@ class PlanLifetime:
         self._appends_left = appends_left + 1
 
     def stepped(self) -> None:
-        """Note that a prefix step runs on the plan: every request grows by one token."""
+        """Note that a step runs by the plan or decision: every request grows by one token."""
         self._next_lens += 1
         self._appends_left -= 1
 

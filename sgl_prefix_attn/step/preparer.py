@@ -193,9 +193,9 @@ class StepPreparer:
             self._padded_size(len(batch.reqs)),
         )
         plan, is_prefix = done.plan, done.decision.variant == PREFIX
-        self.counters.plan(cause, plan.stats)
         if is_prefix:
             self._check_size(plan)
+        self.counters.plan(cause, plan.stats)
         # A decision for stock kernels stands until the batch changes or has grown by the headroom.
         appends_left = plan.appends_left if is_prefix else self.settings.headroom
         self.lifetime.planned(batch, reader, appends_left)

@@ -85,8 +85,10 @@ def test_what_shares_nothing_is_stock_unless_forced():
         world.add([i] * 20, tail=30)
     step = prepare(preparer(), world)
     assert step.decision == Decision("stock", "unshared") and step.new_plan is None
-    forced = prepare(preparer(Settings(policy="prefix")), world)
+    steps = preparer(Settings(policy="prefix"))
+    forced = prepare(steps, world)
     assert forced.decision == Decision("prefix", "forced") and forced.new_plan is not None
+    assert set(steps._counters.plan_seconds) == {"extended"}, "not among decode steps"
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,7 @@ def test_a_plan_that_does_not_fit_is_a_stock_step_on_every_rank(world):
     steps = preparer(capacity=small)
     assert run(steps, world, 1).decision == Decision("stock", "plan_too_large")
     assert set(steps.counters.plan_seconds) == {"failed"}
+    assert not steps.counters.plans and steps.counters.last_plan is None, "nothing ran by it"
 
 
 def test_check_mode_verifies_every_step_and_names_the_place(world, caplog):

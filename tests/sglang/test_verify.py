@@ -134,8 +134,9 @@ def test_where_prefill_verifies_and_is_another_nothing_is_built(monkeypatch):
 
 
 @pytest.fixture
-def decode_verifies(monkeypatch):
+def decode_verifies(monkeypatch, caplog):
     """--speculative-attention-mode decode with a prefill backend of SGLang's."""
+    caplog.set_level("INFO")
     monkeypatch.setitem(PLAIN_SERVER, "speculative_algorithm", "EAGLE")
     monkeypatch.setitem(PLAIN_SERVER, "speculative_attention_mode", "decode")
     server = Server(monkeypatch, Settings(headroom=8))
@@ -146,6 +147,8 @@ def decode_verifies(monkeypatch):
     monkeypatch.setattr(hybrid_attn_backend, "get_spec", lambda: spec, raising=False)
     server.prefill = Stock([])
     server.runner.attn_backend = HybridAttnBackend(server.runner, server.prefill, server.backend)
+    assert "decode steps run stock attention (speculative:EAGLE)" in caplog.text
+    assert "every step" not in caplog.text, "verification does not"
     return server
 
 
