@@ -50,6 +50,8 @@ def main(argv: list[str]) -> int:
         configurations = [
             (text, HeadConfig(*parse_heads(text), args.head_dim)) for text in args.heads.split(",")
         ]
+        if not torch.cuda.is_available():
+            raise ValueError(f"torch {torch.__version__} sees no CUDA GPU here")
     except ValueError as error:
         parser.error(str(error))
     device = torch.device("cuda")

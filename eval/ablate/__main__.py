@@ -48,6 +48,8 @@ def main(argv: list[str]) -> int:
             raise ValueError(f"--ablations: no {', '.join(unknown)}; known are {known}")
         trees = parse_trees(_UNSHARED if args.trees == "unshared" else args.trees)
         all_heads = [HeadConfig(*parse_heads(text), 128) for text in args.heads.split(",")]
+        if not torch.cuda.is_available():
+            raise ValueError(f"torch {torch.__version__} sees no CUDA GPU here")
     except ValueError as error:
         parser.error(str(error))
     device = torch.device("cuda")

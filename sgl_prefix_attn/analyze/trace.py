@@ -4,6 +4,7 @@ prefixes."""
 
 from __future__ import annotations
 
+import math
 from array import array
 from dataclasses import dataclass, replace
 
@@ -82,7 +83,7 @@ class Trace:
                 f"--rate {rate:g}: {len(self):,} requests would take {wanted:.1e} s to come, more "
                 f"than {LATEST:.0e}"
             )
-        if span > 0:
+        if span > 0 and math.isfinite(wanted / span):
             return replace(self, arrival=self.arrival * (wanted / span))
         return replace(self, arrival=np.arange(len(self)) / rate, has_arrivals=True)
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from sgl_prefix_attn.api import argument_checks as checks
-from sgl_prefix_attn.execute.backends.choice import new_backend, row_tile_backend
+from sgl_prefix_attn.execute.backends.choice import new_backend, row_tile_backend, why_no_backend
 from sgl_prefix_attn.execute.backends.kernel_backend import KernelBackend
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.lse import Lse
@@ -34,7 +34,10 @@ def packs(
     page_size: int,
     strategy: str = "calibrated",
 ) -> tuple[KernelBackend, Planner]:
-    """Return what runs packs, Triton or torch on a CPU, and what plans them."""
+    """Return what runs packs, Triton or torch on a CPU, and what plans them. Raises ValueError for
+    heads or a dtype that they do not take."""
+    if why_not := why_no_backend(device, heads, dtype):
+        raise ValueError(f"no kernels on {device.type} for {why_not}")
     tile_set = default_tile_set(device, heads)
     costs = default_costs(device, heads, dtype, page_size)
     planner = Planner(heads, tile_set=tile_set, strategy=strategy, costs=costs)

@@ -49,13 +49,15 @@ def server_on(gpu: Gpu, heads: HeadConfig, kernels: str, strategy: str = "calibr
     """Choose as engine/build.py does at start, with the shipped calibrations, for bfloat16 and
     pages of one token.
 
-    Raises ValueError where row tiles are asked for and cannot run, or for an unknown strategy.
+    Raises ValueError where row tiles are asked for and cannot run, for an unknown strategy, and for
+    heads that no kernels take: such a server runs stock attention.
     """
     # Not before: these import torch and numba.
     import torch
 
     from sgl_prefix_attn.execute.backends.choice import why_no_row_tiles_on
     from sgl_prefix_attn.execute.backends.family import choose_family
+    from sgl_prefix_attn.execute.backends.triton_backend import TritonBackend
     from sgl_prefix_attn.predict import store
     from sgl_prefix_attn.predict.record import CalibrationKey
 
@@ -64,6 +66,11 @@ def server_on(gpu: Gpu, heads: HeadConfig, kernels: str, strategy: str = "calibr
     calibration = store.find(key, gpu.num_sms, folders=folders).calibration
     why_not = why_no_row_tiles_on(gpu.capability, heads, torch.bfloat16)
     family = choose_family(kernels, strategy, why_not)
+    if stock := TritonBackend.capabilities.why_not(heads, torch.bfloat16):
+        raise ValueError(
+            f"{stock}: such a server runs stock attention; the kernels take "
+            f"{TritonBackend.capabilities.describe()}"
+        )
     return server_of(family, heads, calibration, strategy)
 
 

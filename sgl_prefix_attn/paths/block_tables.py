@@ -43,4 +43,5 @@ def token_slots(block_table: torch.Tensor, page_size: int) -> torch.Tensor:
     if page_size == 1:
         return block_table
     within = torch.arange(page_size, device=block_table.device)
-    return (block_table[..., None] * page_size + within).flatten(1)
+    # int64: a page number that makes no sense must not wrap into one that does
+    return (block_table.long()[..., None] * page_size + within).flatten(1)

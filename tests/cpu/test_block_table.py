@@ -67,3 +67,9 @@ def test_token_slots():
     table = torch.tensor([[3, 0], [1, 5]], dtype=torch.int32)
     assert token_slots(table, 1) is table
     assert token_slots(table, 2).tolist() == [[6, 7, 0, 1], [2, 3, 10, 11]]
+
+
+def test_a_page_that_makes_no_sense_stays_one():
+    """In int32, page 2**28 of 16 tokens would be slot 0 again."""
+    table = torch.tensor([[2**28]], dtype=torch.int32)
+    assert token_slots(table, 16)[0, 5] == 2**32 + 5

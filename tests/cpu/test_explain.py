@@ -129,6 +129,8 @@ def test_words_of_another_layout_are_refused(six):
         (["2_1073741824"], "tree '2_1073741824': seq_lens add up to 2147483648 unique KV tokens"),
         (["1,9999999999999_1,1"], "seq_lens add up to 10000000000000 unique KV tokens"),
         (["2_9", "--strategy", "best"], "strategy"),
+        (["2_9", "--head-dim", "300"], "head_dim:300: such a server runs stock attention"),
+        (["2_9", "--heads", "129/1"], "group_size:129: such a server runs stock attention"),
         (["2_9", "--png", "/"], "directory"),
     ],
 )

@@ -1,5 +1,7 @@
 """Traces of every format, good lines and bad ones."""
 
+from dataclasses import replace
+
 import numpy as np
 import orjson
 import pytest
@@ -284,6 +286,8 @@ def test_a_rate_stretches_arrivals():
     assert trace.at_rate(0.5).arrival.tolist() == pytest.approx([0, 4 / 9, 4])
     at_once = read(*[generic(prompt=[1])] * 3).trace
     assert at_once.at_rate(2).arrival.tolist() == [0, 0.5, 1]
+    nearly = replace(trace, arrival=np.array([0, 0, 1e-320]))  # no factor stretches that
+    assert nearly.at_rate(2).arrival.tolist() == [0, 0.5, 1]
     for rate in (1e-12, 1e-310):
         with pytest.raises(ValueError, match=f"--rate {rate:g}: 3 requests would take"):
             trace.at_rate(rate)

@@ -50,6 +50,13 @@ def test_constructor_refuses(options, message):
         PrefixDecodeWrapper(*options.pop("heads"), **options)
 
 
+@pytest.mark.parametrize("kernels", ["auto", "triton"])
+def test_heads_that_the_kernels_do_not_take_are_refused(kernels, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(ValueError, match="no kernels on cpu for group_size:129"):
+        PrefixDecodeWrapper(129, 1, 64, device="cpu", dtype=torch.float16, kernels=kernels)
+
+
 @pytest.mark.parametrize(
     ("gpus", "device", "there"),
     [
