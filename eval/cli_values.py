@@ -18,6 +18,13 @@ def several(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
     return lambda text: [kind(part) for part in text.split(",")]
 
 
+def gpu() -> torch.device:
+    """Return the first GPU. Raises ValueError where there is none."""
+    if not torch.cuda.is_available():
+        raise ValueError(f"torch {torch.__version__} sees no CUDA GPU here")
+    return torch.device("cuda")
+
+
 def device(text: str) -> torch.device:
     """Parse a device, which must be there if it is a GPU."""
     try:

@@ -51,7 +51,7 @@ def replace_between(text: str, tables: str) -> str:
 def _section(name: str, result: dict, baseline: str | None, short: bool) -> str:
     rows, meta = result["rows"], result["meta"]
     first = rows[0]
-    if "floor_us" in first and "run_page_size" in first:
+    if "run_page_size" in first:
         body = [kernel_tables.markdown(rows)]
     elif "program" in first:
         body = [agent_tables.summary(rows) if short else agent_tables.markdown(rows)]

@@ -21,6 +21,7 @@ from eval.bench_kernel.case import DTYPES, Case, build_case
 from eval.bench_kernel.floor import floor_us, kv_bytes, rates_of
 from eval.bench_kernel.oracle import SomeRows
 from eval.bench_kernel.trees import parse_trees
+from eval.cli_values import gpu
 from sgl_prefix_attn.calibrate.timing import LayerTimer, medians_us
 from sgl_prefix_attn.cli.model_heads import parse_heads
 from sgl_prefix_attn.records import HeadConfig
@@ -48,11 +49,9 @@ def main(argv: list[str]) -> int:
             raise ValueError(f"--ablations: no {', '.join(unknown)}; known are {known}")
         trees = parse_trees(_UNSHARED if args.trees == "unshared" else args.trees)
         all_heads = [HeadConfig(*parse_heads(text), 128) for text in args.heads.split(",")]
-        if not torch.cuda.is_available():
-            raise ValueError(f"torch {torch.__version__} sees no CUDA GPU here")
+        device = gpu()
     except ValueError as error:
         parser.error(str(error))
-    device = torch.device("cuda")
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     rates = rates_of(device)
     meta = provenance.collect("eval.ablate", argv, device=str(device))

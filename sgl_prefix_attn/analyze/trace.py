@@ -83,8 +83,9 @@ class Trace:
                 f"--rate {rate:g}: {len(self):,} requests would take {wanted:.1e} s to come, more "
                 f"than {LATEST:.0e}"
             )
-        if span > 0 and math.isfinite(wanted / span):
-            return replace(self, arrival=self.arrival * (wanted / span))
+        stretch = wanted / span if span > 0 else math.inf
+        if math.isfinite(stretch):
+            return replace(self, arrival=self.arrival * stretch)
         return replace(self, arrival=np.arange(len(self)) / rate, has_arrivals=True)
 
 

@@ -55,9 +55,12 @@ def server_on(gpu: Gpu, heads: HeadConfig, kernels: str, strategy: str = "calibr
     # Not before: these import torch and numba.
     import torch
 
-    from sgl_prefix_attn.execute.backends.choice import why_no_row_tiles_on
+    from sgl_prefix_attn.execute.backends.choice import (
+        backend_class,
+        why_no_backend,
+        why_no_row_tiles_on,
+    )
     from sgl_prefix_attn.execute.backends.family import choose_family
-    from sgl_prefix_attn.execute.backends.triton_backend import TritonBackend
     from sgl_prefix_attn.predict import store
     from sgl_prefix_attn.predict.record import CalibrationKey
 
@@ -66,10 +69,11 @@ def server_on(gpu: Gpu, heads: HeadConfig, kernels: str, strategy: str = "calibr
     calibration = store.find(key, gpu.num_sms, folders=folders).calibration
     why_not = why_no_row_tiles_on(gpu.capability, heads, torch.bfloat16)
     family = choose_family(kernels, strategy, why_not)
-    if stock := TritonBackend.capabilities.why_not(heads, torch.bfloat16):
+    device = torch.device("cuda")
+    if stock := why_no_backend(device, heads, torch.bfloat16):
         raise ValueError(
             f"{stock}: such a server runs stock attention; the kernels take "
-            f"{TritonBackend.capabilities.describe()}"
+            f"{backend_class(device).capabilities.describe()}"
         )
     return server_of(family, heads, calibration, strategy)
 

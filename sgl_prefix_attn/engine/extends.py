@@ -39,7 +39,6 @@ from sgl_prefix_attn.step.preparer import Step
 
 logger = logging.getLogger(__name__)
 
-_ALL = "extend and verify batches"
 # New tokens of a batch that the workspace is made for: larger ones are chunks of long prompts,
 # which fill tiles by themselves.
 _MOST_QUERIES = 1 << 14
@@ -259,7 +258,9 @@ class Extends:
 
     def _leave(self, reason: str, forward_batch) -> None:
         """Run stock from here on, in the middle of a batch."""
-        logger.warning("--attention-backend prefix: %s run stock attention (%s)", _ALL, reason)
+        logger.warning(
+            "--attention-backend prefix: extend and verify batches run stock attention (%s)", reason
+        )
         self.only_stock(reason)
         if self._active is not self._capture:
             # In a capture the stock graph of the same size has just left its metadata in place.

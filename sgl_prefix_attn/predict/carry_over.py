@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from enum import IntEnum
 from pathlib import Path
 
 from sgl_prefix_attn.plan.costs import usual_rates
@@ -16,14 +15,6 @@ from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS, starts
 from sgl_prefix_attn.predict.record import Calibration, CalibrationKey
 from sgl_prefix_attn.predict.stock_time import STOCK_COEFFICIENTS, stock_kernel
 from sgl_prefix_attn.records import HeadConfig
-
-
-class _Like(IntEnum):
-    """How like the heads of a file are to those of a key."""
-
-    ALIKE = 0  # times carry over as they are
-    SAME_KERNEL = 1  # of another head dim or, without tensor cores, another group size
-    OTHER_KERNEL = 2
 
 
 def from_shipped(
@@ -56,7 +47,7 @@ def from_shipped(
         ratio = usual_rates(key.gpu).bandwidth / usual_rates(there.gpu).bandwidth
         rates = replace(found.rates, bandwidth=found.rates.bandwidth * ratio)
         found = replace(found, rates=rates)
-    if _likeness(heads, key.heads) != _Like.ALIKE:
+    if not _alike(heads, key.heads):
         return replace(found, source="conservative"), f"conservative: {what}"
     if path in here and there.dtype == key.dtype:
         return replace(found, source="shipped"), f"shipped: {what}"
@@ -68,17 +59,14 @@ def _nearest(shipped: dict[Path, Calibration], key: CalibrationKey) -> Path | No
     return min(shipped, key=lambda path: (_distance(shipped[path].key, key), path), default=None)
 
 
-def _likeness(one: HeadConfig, other: HeadConfig) -> _Like:
-    """Compare heads by FlashInfer's decode kernels (docs/calibration.md). On tensor cores times
-    carry over to any number of heads; without them each query head multiplies by itself, and more
-    of them for each KV head are another case."""
+def _alike(one: HeadConfig, other: HeadConfig) -> bool:
+    """Say whether times of one carry over to the other as they are (docs/calibration.md): of the
+    same head dim and decode kernel of FlashInfer. On tensor cores any number of heads will do;
+    without them each query head multiplies by itself, and more of them for each KV head are another
+    case."""
     rows = stock_kernel(one).rows
-    if rows != stock_kernel(other).rows:
-        return _Like.OTHER_KERNEL
-    same_dim = one.head_dim == other.head_dim
-    if same_dim and (rows or one.group_size == other.group_size):
-        return _Like.ALIKE
-    return _Like.SAME_KERNEL
+    same = rows == stock_kernel(other).rows and one.head_dim == other.head_dim
+    return same and (rows > 0 or one.group_size == other.group_size)
 
 
 def _conservative(key: CalibrationKey, num_sms: int, like: Calibration | None) -> Calibration:
@@ -102,7 +90,8 @@ def _distance(found: CalibrationKey, key: CalibrationKey) -> tuple:
     """Say how unlike two keys are, what matters most first."""
     a, b = found.heads, key.heads
     return (
-        _likeness(a, b),
+        not _alike(a, b),
+        stock_kernel(a).rows != stock_kernel(b).rows,
         found.kv_bytes != key.kv_bytes,
         found.gpu != key.gpu,
         abs(math.log(a.head_dim / b.head_dim)),
