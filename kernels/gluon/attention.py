@@ -75,14 +75,15 @@ def row_tile_kernel(
     KL: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PRODUCERS: gl.constexpr = 32 * PRODUCER_WARPS
-    gl.static_assert(STAGES <= MAX_STAGES)
+    CONSUMERS: gl.constexpr = 2 * 128
+    gl.static_assert(STAGES < MAX_STAGES)  # one more than stages: see let_go
     gl.static_assert(not (DYNAMIC and FUSED_MERGE), "parts are found again by their numbers")
     keys = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK], FLAT)
     tickets, t_full, t_free = keys, keys, keys  # not used
     if DYNAMIC:
         tickets = gl.allocate_shared_memory(gl.int32, [2, BLOCK], FLAT)
         t_full, t_free = new_barriers(1), new_barriers(2)
-    full, free = new_barriers(PRODUCERS), new_barriers(2)
+    full, free = new_barriers(PRODUCERS), new_barriers(CONSUMERS)
     k_full, k_free = full, free
     if HEAD_DIM > 128:
         k_full, k_free = new_barriers(PRODUCERS), new_barriers(2)

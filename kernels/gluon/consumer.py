@@ -2,6 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     warpgroup_mma,
@@ -33,41 +34,14 @@ from .shape import (
     blocks_of,
     ticket_of,
 )
+from .softmax import by_quads, keep_visible, shrink, soft_cap, softmax_step, thread_sum
 
 
 @gluon.jit
-def quad_sum(x):
-    """Sums [64, 4] of what each thread of a quad holds of its rows of x [64, BLOCK]: lanes are
-    added once, at the end of an item."""
-    return gl.sum(gl.sum(gl.reshape(x, [HALF_ROWS, BLOCK // 8, 4, 2]), 3), 1)
-
-
-@gluon.jit
-def softmax_step(s, b_max, b_sum, scale):
-    """Online softmax in base 2 over scores s [64, BLOCK], -inf where masked: probabilities, the
-    new state, and what the old results shrink by."""
-    new_max = gl.maximum(b_max, gl.max(s, 1) * scale)
-    p = gl.exp2(s * scale - new_max[:, None])
-    alpha = gl.exp2(b_max - new_max)
-    part = quad_sum(p)
-    b_sum = b_sum * gl.convert_layout(alpha, gl.SliceLayout(1, part.type.layout))[:, None] + part
-    return p, new_max, b_sum, alpha
-
-
-@gluon.jit
-def soft_cap(s, inner, outer):
-    """outer * tanh(s * inner): exact to a few ulp of outer, unlike tanh.approx."""
-    return outer - (2.0 * outer) / (gl.exp2(s * (inner * 2 * LOG2_E)) + 1.0)
-
-
-@gluon.jit
-def keep_visible(s, key, row, BIT_KEYS: gl.constexpr, GROUP: gl.constexpr):
-    """-inf in the columns that a row must not see; key as in words.py."""
-    if BIT_KEYS:
-        seen = (key[None, :] & (1 << (row // GROUP))[:, None]) != 0
-    else:
-        seen = (row[:, None] >= (key & 0xFFFF)[None, :]) & (row[:, None] < (key >> 16)[None, :])
-    return gl.where(seen, s, float("-inf"))
+def let_go(rings, stage):
+    """This warpgroup needs a stage no more. Every thread arrives by itself, as for copies of which
+    it has none under way: an arrival of one thread for all would wait for all of them."""
+    async_copy.mbarrier_arrive(rings.free.index(stage), increment_count=False)
 
 
 @gluon.jit
@@ -77,7 +51,7 @@ def pass_on(rings, stage, phase, LEAN: gl.constexpr):
         mbarrier.wait(rings.k_full.index(stage), phase)
         mbarrier.arrive(rings.k_free.index(stage), count=1)
     mbarrier.wait(rings.full.index(stage), phase)
-    mbarrier.arrive(rings.free.index(stage), count=1)
+    let_go(rings, stage)
 
 
 @gluon.jit
@@ -85,7 +59,7 @@ def add_values(p, acc, rings, v_at, v_stage):
     """acc + p times the values of a block, whose stage may then be overwritten."""
     acc = warpgroup_mma(p, rings.kv.index(v_at), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(rings.free.index(v_stage), count=1)
+    let_go(rings, v_stage)
     return acc
 
 
@@ -116,7 +90,6 @@ def consume(
     QL: gl.constexpr = gl.DotOperandLayout(0, SL, 2)
     PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
     SR: gl.constexpr = gl.SliceLayout(1, SL)
-    OR: gl.constexpr = gl.SliceLayout(1, OL)
     scale = sm_scale * LOG2_E
     z = gl.zeros([HALF_ROWS, BLOCK], gl.float32, SL)
 
@@ -140,13 +113,14 @@ def consume(
         if wide | ((turns & 1) == WG):
             base = gl.where(wide, WG * HALF_ROWS, 0)
             row_s = base + gl.arange(0, HALF_ROWS, SR)
-            b_max = gl.full([HALF_ROWS], LOWEST, gl.float32, SR)
-            b_sum = quad_sum(z)
+            b_sum = thread_sum(by_quads(z))
+            b_max = b_sum + LOWEST
             acc = gl.zeros([HALF_ROWS, S.HEAD_DIM], gl.float32, OL)
             p = gl.zeros([HALF_ROWS, BLOCK], DTYPE, PL)
-            # One code path for all blocks: the first product with values is of zeros, by K.
+            # One code path for all blocks: the first product with values is of zeros, by K, and
+            # lets go of a stage that nobody waits for.
             v_at = 2 * stage
-            v_stage = stage + 0  # a name of its own: an alias is not carried through a loop
+            v_stage = S.STAGES
             word = gl.load(p_flags)
             next_word = gl.load(p_flags + 1)
             flags = gl.where(planned > 0, word & FLAGS_OF_BLOCK, GROWTH_FLAGS)
@@ -179,9 +153,9 @@ def consume(
                     s, b_max, b_sum, alpha = softmax_step(s, b_max, b_sum, scale)
                     if not LEAN:
                         acc, p, s = warpgroup_mma_wait(0, deps=(acc, p, s))
-                        mbarrier.arrive(rings.free.index(v_stage), count=1, pred=i > 0)
+                        let_go(rings, v_stage)
                     p = gl.convert_layout(s.to(DTYPE), PL)
-                    acc = acc * gl.convert_layout(alpha, OR)[:, None]
+                    acc = shrink(acc, alpha)
                     v_at = 2 * stage + 1
                     v_stage = stage
                     if LEAN:

@@ -20,8 +20,8 @@ def store_results(
     acc, b_max, b_sum, base, rows, head, p_item, out_ptr, lse_ptr, partial_out_ptr,
     partial_state_ptr, counters_ptr, stride_out, S,
 ):  # fmt: skip
-    """Store tile rows [base, base + 64) of an item: acc [64, D], unnormalised, with the maximum
-    [64] and sums [64, 4] of softmax_step. Returns 1 where the rows were counted as a part, else 0.
+    """Store tile rows [base, base + 64) of an item: acc [64, D], unnormalised, with the maxima
+    and sums [64, 4] of softmax_step. Returns 1 where the rows were counted as a part, else 0.
     """
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
     OR: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
@@ -34,7 +34,7 @@ def store_results(
     offs_d = gl.arange(0, S.HEAD_DIM, gl.SliceLayout(0, WL))
     # words again rather than before the loop over blocks, which has no register to spare
     parts = gl.load(p_item + I_PARTS)
-    row_max = gl.convert_layout(b_max, OR)
+    row_max = gl.convert_layout(gl.max(b_max, 1), OR)
     total = gl.convert_layout(gl.sum(b_sum, 1), OR)
     inv = gl.where(total > 0, 1.0 / total, 0.0)  # rows without a token in this part add nothing
     counted = 0

@@ -103,6 +103,39 @@ def test_every_tree(tree, shape):
         assert torch.equal(out, again) and torch.equal(lse, again_lse), "two runs differ"
 
 
+# What is added to a logit by a token's position: the maximum of a row is taken anew rarely.
+RISES = {
+    "slowly": lambda at: at / 64,
+    "by cliffs": lambda at: 100 * (at // 300),
+    "for one token": lambda at: 20 * (at % 97 == 96),
+    "falling": lambda at: -at / 10,
+}
+
+
+def climbing(problem, rise):
+    """The problem with rise(position) in the logits of all tokens, up to noise in proportion."""
+    group, steep = problem.heads.group_size, 8
+    along = torch.nn.functional.normalize(problem.q[0, ::group].float(), dim=-1)  # a KV head's
+    problem.q += (steep * along).repeat_interleave(group, 0).to(problem.dtype)
+    position = torch.zeros(len(problem.k), device=DEVICE)
+    for row, length in zip(problem.pool, problem.seq_lens, strict=True):
+        slots = problem.req_to_token[row, :length].long()
+        position[slots] = torch.arange(len(slots), device=DEVICE).float()
+    added = rise(position) / (steep * problem.sm_scale)
+    problem.k += (added[:, None, None] * along).to(problem.dtype)
+    return problem
+
+
+@pytest.mark.parametrize("shape", ["llama", "qwen-7", "mha", "gemma-7"])
+@pytest.mark.parametrize("rise", RISES)
+def test_scores_that_rise(rise, shape):
+    heads, dtype, _ = SHAPES[shape]
+    paths = TREES["mixed"]()
+    problem = climbing(gpu_problem(paths, heads, dtype), RISES[rise])
+    for plan in cuts_of(paths, heads):
+        assert_attention(problem, *Runner(problem, plan).run())
+
+
 def test_fill_and_append_write_what_the_interpreter_writes():
     paths = random_paths(7, 60, 12)
     heads = SHAPES["qwen-7"][0]

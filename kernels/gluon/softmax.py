@@ -1,0 +1,134 @@
+"""Online softmax of a warpgroup's 64 rows, a block of columns at a time.
+
+A row's maximum is taken anew only where a score exceeds it by more than _SLACK: until then its sum
+and results stay in range, and nothing of them is rescaled (as in FlashAttention-4). Each thread
+looks at its own scores and its warp votes, so that most blocks pass without an exchange of maxima
+between lanes, and without touching the results.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .shape import HALF_ROWS, LOG2_E
+
+# 8, as PTX writes it: probabilities up to 2^8 have as many bits in half precision as those below 1.
+_SLACK = "0f41000000"
+
+
+def _grown_maximum() -> str:
+    """PTX: $0, $1 = the maxima $4, $5 of a thread's two rows, or, where a score of its warp exceeds
+    one by more than _SLACK, those over its quad's scores $2, $3, too."""
+    return f"""{{
+        .reg .pred over;
+        .reg .f32 a, b;
+        add.f32 a, $4, {_SLACK};
+        add.f32 b, $5, {_SLACK};
+        setp.gt.f32 over, $2, a;
+        setp.gt.or.f32 over, $3, b, over;
+        vote.sync.any.pred over, over, 0xffffffff;
+        mov.f32 $0, $4;
+        mov.f32 $1, $5;
+        @!over bra within;
+        shfl.sync.bfly.b32 a, $2, 1, 0x1f, 0xffffffff;
+        shfl.sync.bfly.b32 b, $3, 1, 0x1f, 0xffffffff;
+        max.f32 a, a, $2;
+        max.f32 b, b, $3;
+        max.f32 $0, $0, a;
+        max.f32 $1, $1, b;
+        shfl.sync.bfly.b32 a, a, 2, 0x1f, 0xffffffff;
+        shfl.sync.bfly.b32 b, b, 2, 0x1f, 0xffffffff;
+        max.f32 $0, $0, a;
+        max.f32 $1, $1, b;
+        within:
+    }}"""
+
+
+@gluon.constexpr_function
+def _shrunk_results(n):
+    """PTX: a thread's n results from ${n} on, times their factors behind them if any of its warp's
+    is not 1; and its operands. Pairs of results belong to the thread's two rows in turn."""
+    lines = [
+        "{ .reg .pred shrinks;",
+        f"setp.neu.f32 shrinks, ${2 * n}, 0f3F800000;",
+        f"setp.neu.or.f32 shrinks, ${2 * n + 2}, 0f3F800000, shrinks;",
+        "vote.sync.any.pred shrinks, shrinks, 0xffffffff;",
+        *(f"mov.f32 ${i}, ${n + i};" for i in range(n)),
+        "@!shrinks bra same;",
+        *(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n)),
+        "same: }",
+    ]
+    return "\n".join(lines), ",".join(["=f"] * n + ["f"] * (2 * n))
+
+
+_GROWN_MAXIMUM = gl.constexpr(_grown_maximum())
+
+
+@gluon.jit
+def by_quads(x):
+    """x [64, columns] as [64, columns / 8, 4, 2]: the third axis counts the four threads of a row,
+    each of which has everything on the second and fourth."""
+    return gl.reshape(x, [HALF_ROWS, x.shape[1] // 8, 4, 2])
+
+
+@gluon.jit
+def from_quads(x, like):
+    """The other way round, as `like` is laid out."""
+    return gl.convert_layout(gl.reshape(x, like.shape), like.type.layout)
+
+
+@gluon.jit
+def to_quads(x):
+    """What each thread holds of its rows, x [64, 4], as [64, 1, 4, 1]."""
+    return gl.expand_dims(gl.expand_dims(x, 2), 1)
+
+
+@gluon.jit
+def thread_sum(x):
+    """Sums [64, 4] of what each thread has of its rows of x [64, columns / 8, 4, 2]: lanes are
+    added once, at the end of an item. Columns come first, here and for maxima: a thread then has
+    four chains, where two would wait for each other."""
+    return gl.sum(gl.sum(x, 1), 2)
+
+
+@gluon.jit
+def softmax_step(s, b_max, b_sum, scale):
+    """Online softmax in base 2 over scores s [64, columns], -inf where masked: probabilities, the
+    new state, and what the old results shrink by. All but s are [64, 4]: the maximum and the factor
+    of a row are the same in its four threads, the sum is a thread's own."""
+    x = by_quads(s)
+    top = gl.max(gl.max(x, 1), 2) * scale
+    new_max = gl.inline_asm_elementwise(
+        _GROWN_MAXIMUM, "=f,=f,f,f,f,f", [top, b_max], dtype=gl.float32, is_pure=False, pack=2
+    )
+    p = gl.exp2(x * scale - to_quads(new_max))
+    alpha = gl.exp2(b_max - new_max)
+    return from_quads(p, s), new_max, b_sum * alpha + thread_sum(p), alpha
+
+
+@gluon.jit
+def shrink(acc, alpha):
+    """acc [64, D] times alpha [64, 4] of softmax_step, which is 1 for most blocks."""
+    x = by_quads(acc)
+    LAYOUT: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(1, x.type.layout))
+    factors, x = gl.broadcast(to_quads(gl.convert_layout(alpha, LAYOUT)), x)
+    ASM: gl.constexpr = _shrunk_results(acc.shape[1] // 2)
+    x = gl.inline_asm_elementwise(
+        ASM[0], ASM[1], [x, factors], dtype=gl.float32, is_pure=False, pack=acc.shape[1] // 2
+    )
+    return from_quads(x, acc)
+
+
+@gluon.jit
+def soft_cap(s, inner, outer):
+    """outer * tanh(s * inner): exact to a few ulp of outer, unlike tanh.approx."""
+    return outer - (2.0 * outer) / (gl.exp2(s * (inner * 2 * LOG2_E)) + 1.0)
+
+
+@gluon.jit
+def keep_visible(s, key, row, BIT_KEYS: gl.constexpr, GROUP: gl.constexpr):
+    """-inf in the columns that a row must not see; key as in words.py."""
+    if BIT_KEYS:
+        seen = (key[None, :] & (1 << (row // GROUP))[:, None]) != 0
+    else:
+        seen = (row[:, None] >= (key & 0xFFFF)[None, :]) & (row[:, None] < (key >> 16)[None, :])
+    return gl.where(seen, s, float("-inf"))
