@@ -34,7 +34,15 @@ from .shape import (
     blocks_of,
     ticket_of,
 )
-from .softmax import by_quads, keep_visible, shrink, soft_cap, softmax_step, thread_sum
+from .softmax import (
+    by_quads,
+    grow,
+    keep_visible,
+    probabilities,
+    shrink,
+    soft_cap,
+    thread_sum,
+)
 
 
 @gluon.jit
@@ -150,12 +158,14 @@ def consume(
                         s = keep_visible(s, key, row_s, S.BIT_KEYS, S.GROUP)
                     # here, where it takes its turn with the arithmetic of softmax
                     flags, word, next_word = flags_behind(i, word, next_word, p_flags, planned)
-                    s, b_max, b_sum, alpha = softmax_step(s, b_max, b_sum, scale)
+                    b_max, alpha = grow(s, b_max, scale)
                     if not LEAN:
                         acc, p, s = warpgroup_mma_wait(0, deps=(acc, p, s))
                         let_go(rings, v_stage)
-                    p = gl.convert_layout(s.to(DTYPE), PL)
                     acc = shrink(acc, alpha)
+                    s, part = probabilities(s, b_max, scale)
+                    b_sum = b_sum * alpha + part
+                    p = gl.convert_layout(s.to(DTYPE), PL)
                     v_at = 2 * stage + 1
                     v_stage = stage
                     if LEAN:

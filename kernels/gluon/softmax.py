@@ -15,52 +15,55 @@ from .shape import HALF_ROWS, LOG2_E
 _SLACK = "0f41000000"
 
 
-def _grown_maximum() -> str:
-    """PTX: $0, $1 = the maxima $4, $5 of a thread's two rows, or, where a score of its warp exceeds
-    one by more than _SLACK, those over its quad's scores $2, $3, too."""
-    return f"""{{
-        .reg .pred over;
-        .reg .f32 a, b;
-        add.f32 a, $4, {_SLACK};
-        add.f32 b, $5, {_SLACK};
-        setp.gt.f32 over, $2, a;
-        setp.gt.or.f32 over, $3, b, over;
-        vote.sync.any.pred over, over, 0xffffffff;
-        mov.f32 $0, $4;
-        mov.f32 $1, $5;
-        @!over bra within;
-        shfl.sync.bfly.b32 a, $2, 1, 0x1f, 0xffffffff;
-        shfl.sync.bfly.b32 b, $3, 1, 0x1f, 0xffffffff;
-        max.f32 a, a, $2;
-        max.f32 b, b, $3;
-        max.f32 $0, $0, a;
-        max.f32 $1, $1, b;
-        shfl.sync.bfly.b32 a, a, 2, 0x1f, 0xffffffff;
-        shfl.sync.bfly.b32 b, b, 2, 0x1f, 0xffffffff;
-        max.f32 $0, $0, a;
-        max.f32 $1, $1, b;
-        within:
-    }}"""
+# PTX: $0, $1 are the maxima $6, $7 of a thread's two rows and $2, $3 are 1; or, where a score of
+# its warp exceeds one by more than _SLACK, maxima over its quad's scores $4, $5, too, and 2 to the
+# power of the differences.
+_GROW = gl.constexpr(f"""{{
+    .reg .pred over;
+    .reg .f32 a, b;
+    add.f32 a, $6, {_SLACK};
+    add.f32 b, $7, {_SLACK};
+    setp.gt.f32 over, $4, a;
+    setp.gt.or.f32 over, $5, b, over;
+    vote.sync.any.pred over, over, 0xffffffff;
+    mov.f32 $0, $6;
+    mov.f32 $1, $7;
+    mov.f32 $2, 0f3F800000;
+    mov.f32 $3, 0f3F800000;
+    @!over bra within;
+    shfl.sync.bfly.b32 a, $4, 1, 0x1f, 0xffffffff;
+    shfl.sync.bfly.b32 b, $5, 1, 0x1f, 0xffffffff;
+    max.f32 a, a, $4;
+    max.f32 b, b, $5;
+    max.f32 $0, $0, a;
+    max.f32 $1, $1, b;
+    shfl.sync.bfly.b32 a, a, 2, 0x1f, 0xffffffff;
+    shfl.sync.bfly.b32 b, b, 2, 0x1f, 0xffffffff;
+    max.f32 $0, $0, a;
+    max.f32 $1, $1, b;
+    sub.f32 a, $6, $0;
+    sub.f32 b, $7, $1;
+    ex2.approx.ftz.f32 $2, a;
+    ex2.approx.ftz.f32 $3, b;
+    within:
+}}""")
 
 
 @gluon.constexpr_function
 def _shrunk_results(n):
-    """PTX: a thread's n results from ${n} on, times their factors behind them if any of its warp's
+    """PTX: a thread's n results, in place, times their factors from ${2n} on if any of its warp's
     is not 1; and its operands. Pairs of results belong to the thread's two rows in turn."""
     lines = [
         "{ .reg .pred shrinks;",
         f"setp.neu.f32 shrinks, ${2 * n}, 0f3F800000;",
         f"setp.neu.or.f32 shrinks, ${2 * n + 2}, 0f3F800000, shrinks;",
         "vote.sync.any.pred shrinks, shrinks, 0xffffffff;",
-        *(f"mov.f32 ${i}, ${n + i};" for i in range(n)),
         "@!shrinks bra same;",
         *(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n)),
         "same: }",
     ]
-    return "\n".join(lines), ",".join(["=f"] * n + ["f"] * (2 * n))
-
-
-_GROWN_MAXIMUM = gl.constexpr(_grown_maximum())
+    in_place = [str(i) for i in range(n)]
+    return "\n".join(lines), ",".join(["=&f"] * n + in_place + ["f"] * n)
 
 
 @gluon.jit
@@ -91,18 +94,25 @@ def thread_sum(x):
 
 
 @gluon.jit
-def softmax_step(s, b_max, b_sum, scale):
-    """Online softmax in base 2 over scores s [64, columns], -inf where masked: probabilities, the
-    new state, and what the old results shrink by. All but s are [64, 4]: the maximum and the factor
-    of a row are the same in its four threads, the sum is a thread's own."""
-    x = by_quads(s)
-    top = gl.max(gl.max(x, 1), 2) * scale
-    new_max = gl.inline_asm_elementwise(
-        _GROWN_MAXIMUM, "=f,=f,f,f,f,f", [top, b_max], dtype=gl.float32, is_pure=False, pack=2
+def grow(s, b_max, scale):
+    """Maxima that scores s [64, columns], -inf where masked, times scale keep in range, and what
+    the old results and sums shrink by. All but s are [64, 4], the same in a row's four threads."""
+    top = gl.max(gl.max(by_quads(s), 1), 2) * scale
+    return gl.inline_asm_elementwise(
+        _GROW,
+        "=&f,=&f,=&f,=&f,f,f,f,f",
+        [top, b_max],
+        dtype=(gl.float32, gl.float32),
+        is_pure=False,
+        pack=2,
     )
-    p = gl.exp2(x * scale - to_quads(new_max))
-    alpha = gl.exp2(b_max - new_max)
-    return from_quads(p, s), new_max, b_sum * alpha + thread_sum(p), alpha
+
+
+@gluon.jit
+def probabilities(s, b_max, scale):
+    """2 ^ (s * scale - b_max), and its sums [64, 4] of each thread."""
+    p = gl.exp2(by_quads(s) * scale - to_quads(b_max))
+    return from_quads(p, s), thread_sum(p)
 
 
 @gluon.jit
