@@ -57,8 +57,8 @@ def create_stock(runner) -> AttentionBackend:
     return ATTENTION_BACKENDS["torch_native" if runner.device == "cpu" else "flashinfer"](runner)
 
 
-def create_stock_prefill(runner) -> AttentionBackend:
-    """SGLang's own backend on a Hopper GPU for prefill, FlashAttention 3."""
+def create_stock_extend(runner) -> AttentionBackend:
+    """SGLang's own backend on a Hopper GPU, FlashAttention 3: it extends and verifies faster."""
     return ATTENTION_BACKENDS["fa3"](runner)
 
 
@@ -82,7 +82,7 @@ class PrefixAttnBackend(AttentionBackend):
         planner, predictor = None, None
         self._padding: Any = None  # the step that captures run, where there is one
         self._extends: Extends | None = None
-        self._stock_prefill = self.stock  # of extend batches
+        self._stock_extend = self._stock_verify = self.stock
         # A target model that verifies never decodes, but its other batches may run plans.
         speculates = model_facts.speculative(runner.server_args)
         if self._model_problem in (None, speculates):
@@ -95,8 +95,11 @@ class PrefixAttnBackend(AttentionBackend):
             self._extends = build_extends(
                 runner, self._heads, settings, counters, self._stock_of, built
             )
-            if self._extends is not None and kinds.prefill and runner.device != "cpu":
-                self._stock_prefill = create_stock_prefill(runner)
+            chains = kinds.verify and model_facts.verifies_chains(runner.server_args)
+            if self._extends is not None and runner.device != "cpu" and (kinds.prefill or chains):
+                extending = create_stock_extend(runner)
+                self._stock_extend = extending if kinds.prefill else self.stock
+                self._stock_verify = extending if chains else self.stock
         if self._model_problem is None:
             planner, predictor = built.planner, built.predictor
             self._executor = built.executor
@@ -192,7 +195,8 @@ class PrefixAttnBackend(AttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self._find_wrapper()
         self.variants.reset()
-        self.stock.init_cuda_graph_state(max_bs, max_num_tokens)
+        for stock in {self.stock, self._stock_verify}:
+            stock.init_cuda_graph_state(max_bs, max_num_tokens)
         if self._padding is not None:
             # Nothing writes padding rows: they must hold finite numbers, because a model may take
             # statistics over all rows (dynamic activation scales, expert routing).
@@ -206,7 +210,8 @@ class PrefixAttnBackend(AttentionBackend):
         return self.stock.get_cuda_graph_seq_len_fill_value()
 
     def on_after_cuda_graph_warmup(self) -> None:
-        self.stock.on_after_cuda_graph_warmup()
+        for stock in {self.stock, self._stock_verify}:
+            stock.on_after_cuda_graph_warmup()
 
     def init_forward_metadata(self, forward_batch) -> None:
         """Eager entry point."""
@@ -293,7 +298,9 @@ class PrefixAttnBackend(AttentionBackend):
     def _stock_of(self, forward_batch) -> AttentionBackend:
         """The stock backend of such a batch."""
         mode = forward_batch.forward_mode
-        return self._stock_prefill if mode.is_extend_without_speculative() else self.stock
+        if mode.is_extend_without_speculative():
+            return self._stock_extend
+        return self._stock_verify if mode.is_target_verify() else self.stock
 
     def _take_step(self, forward_mode) -> Step:
         """Make the observed step the active one; each is used once."""

@@ -70,6 +70,12 @@ def speculative(server_args) -> str | None:
     return None if algorithm is None else f"speculative:{algorithm}"
 
 
+def verifies_chains(server_args) -> bool:
+    """Say whether every draft that the target model verifies is a chain, which takes no mask."""
+    options = sglang_config.options(server_args)
+    return speculative(server_args) in DRAFT_IN_STEPS and options.speculative_eagle_topk == 1
+
+
 def no_draft_steps(server_args) -> str | None:
     """Say why a draft model has no decode steps that plans could serve; None where it has, and
     without a draft model."""

@@ -21,6 +21,7 @@ PLAIN_SERVER = {
     "enable_pdmux": False,
     "speculative_algorithm": None,
     "speculative_attention_mode": "prefill",
+    "speculative_eagle_topk": None,
     "speculative_num_steps": None,
     "speculative_draft_attention_backend": None,
     "enable_torch_compile": False,

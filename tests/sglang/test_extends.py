@@ -165,12 +165,28 @@ def test_switched_off_or_with_another_backend_for_prefill_they_are_stock(
 def test_stock_extend_batches_may_have_a_backend_of_their_own(monkeypatch):
     """FlashAttention 3 on a Hopper GPU; decode and verification stay with the other."""
     server = PrefillServer(monkeypatch, Settings(policy="stock", prefill=True))
-    server.backend._stock_prefill = prefill = Stock([])
+    server.backend._stock_extend = prefill = Stock([])
     server.extend(server.extend_batch())
     assert prefill.calls == ["metadata", "extend"] and not server.stock.calls
     server.backend.init_forward_metadata(server.batch(1, ForwardMode.TARGET_VERIFY))
     server.eager_step(1)
     assert server.stock.calls == ["metadata", "metadata", "decode"] and len(prefill.calls) == 2
+
+
+def test_stock_verification_may_have_a_backend_of_its_own(monkeypatch):
+    """FlashAttention 3 again, eagerly and in graphs; FlashInfer would take a mask along."""
+    server = PrefillServer(monkeypatch, Settings(policy="stock", prefill=True))
+    server.backend._stock_verify = verify = Stock([])
+    server.backend.init_cuda_graph_state(4, 12)
+    server.backend.on_after_cuda_graph_warmup()
+    batch = server.batch(1, ForwardMode.TARGET_VERIFY)
+    server.backend.init_forward_metadata(batch)
+    server.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    server.backend.init_forward_metadata_in_graph(batch)
+    server.backend.forward_extend(torch.zeros(3, HQ * D), None, None, server.layer, batch)
+    server.eager_step(1)
+    assert verify.calls == ["graph_state", "metadata", "out_graph:capture", "in_graph", "extend"]
+    assert server.stock.calls == ["graph_state", "metadata", "decode"]
 
 
 def test_a_batch_that_was_not_observed_is_stock(monkeypatch):

@@ -10,7 +10,12 @@ from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.server_args import ServerArgs
 
-from sgl_prefix_attn.engine.model_facts import unsupported_model, unsupported_server
+from sgl_prefix_attn.engine import sglang_config
+from sgl_prefix_attn.engine.model_facts import (
+    unsupported_model,
+    unsupported_server,
+    verifies_chains,
+)
 from tests.sglang.fake_server import HKV, HQ, PLAIN_SERVER, D, Server
 
 
@@ -40,6 +45,16 @@ def test_speculation_is_a_reason_where_there_is_no_other(monkeypatch):
     assert unsupported_model(runner) == "speculative:EAGLE"
     runner.kv_cache_dtype = torch.float16
     assert unsupported_model(runner) == "kv_dtype:float16"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "topk", "chains"),
+    [("EAGLE", 1, True), ("STANDALONE", 1, True), ("EAGLE3", 4, False), ("NGRAM", 1, False)],
+)
+def test_whose_drafts_are_chains(monkeypatch, algorithm, topk, chains):
+    server = SimpleNamespace(speculative_algorithm=algorithm, speculative_eagle_topk=topk)
+    monkeypatch.setattr(sglang_config, "options", lambda server_args: server_args)
+    assert verifies_chains(server) == chains
 
 
 def test_the_options_are_those_of_sglang():

@@ -157,7 +157,7 @@ class Kit:
             self._note_kernels(backend._executor, "run", "prefix")
         if backend._extends is not None:
             self._note_kernels(backend._extends._executor, "run", "prefix")
-        for stock in {backend.stock, backend._stock_prefill}:
+        for stock in {backend.stock, backend._stock_extend, backend._stock_verify}:
             self._note_kernels(stock, "forward_decode", "stock")
             self._note_kernels(stock, "forward_extend", "stock")
         self._driver = Driver(runner, backend, self._sharing, self._steady)
