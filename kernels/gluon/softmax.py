@@ -18,7 +18,7 @@ _SLACK = "0f41000000"
 # PTX: $0, $1 are the maxima $6, $7 of a thread's two rows and $2, $3 are 1; or, where a score of
 # its warp exceeds one by more than _SLACK, maxima over its quad's scores $4, $5, too, and 2 to the
 # power of the differences.
-_GROW = gl.constexpr(f"""{{
+GROW = gl.constexpr(f"""{{
     .reg .pred over;
     .reg .f32 a, b;
     add.f32 a, $6, {_SLACK};
@@ -50,7 +50,7 @@ _GROW = gl.constexpr(f"""{{
 
 
 @gluon.constexpr_function
-def _shrunk_results(n):
+def shrunk_results(n):
     """PTX: a thread's n results, in place, times their factors from ${2n} on if any of its warp's
     is not 1; and its operands. Pairs of results belong to the thread's two rows in turn."""
     lines = [
@@ -99,7 +99,7 @@ def grow(s, b_max, scale):
     the old results and sums shrink by. All but s are [64, 4], the same in a row's four threads."""
     top = gl.max(gl.max(by_quads(s), 1), 2) * scale
     return gl.inline_asm_elementwise(
-        _GROW,
+        GROW,
         "=&f,=&f,=&f,=&f,f,f,f,f",
         [top, b_max],
         dtype=(gl.float32, gl.float32),
@@ -121,7 +121,7 @@ def shrink(acc, alpha):
     x = by_quads(acc)
     LAYOUT: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(1, x.type.layout))
     factors, x = gl.broadcast(to_quads(gl.convert_layout(alpha, LAYOUT)), x)
-    ASM: gl.constexpr = _shrunk_results(acc.shape[1] // 2)
+    ASM: gl.constexpr = shrunk_results(acc.shape[1] // 2)
     x = gl.inline_asm_elementwise(
         ASM[0], ASM[1], [x, factors], dtype=gl.float32, is_pure=False, pack=acc.shape[1] // 2
     )

@@ -127,15 +127,19 @@ def test_no_spills_and_hopper_instructions(shape, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_results_shrink_where_any_of_their_factors_is_not_1(head_dim):
+def test_accumulators_shrink_in_place_by_the_factors_of_their_rows(head_dim):
     ptx = build(8, 2, head_dim).asm["ptx"]
     texts = re.findall(r"setp\.neu\.f32 shrinks.*?same:", ptx, re.S)
+    accumulators = re.findall(rf"wgmma\.mma_async\S*m64n{head_dim}k16\S* {{([^}}]*)}}", ptx)
     assert len(texts) == 2  # of a warpgroup each
     for text in texts:
         asked = re.findall(r"setp\.neu\.(?:or\.)?f32 shrinks, (%\w+),", text)
-        factors = re.findall(r"mul\.f32 %\w+, %\w+, (%\w+);", text)
-        assert len(factors) == head_dim // 2
-        assert set(factors) == set(asked) and len(asked) == 2
+        products = re.findall(r"mul\.f32 (%\w+), (%\w+), (%\w+);", text)
+        assert [product[2] for product in products] == [asked[0], asked[0], *asked[1:] * 2] * (
+            head_dim // 8
+        )
+        assert all(to == of for to, of, _ in products)
+        assert ",".join(to for to, _, _ in products) in accumulators
 
 
 @pytest.mark.slow
