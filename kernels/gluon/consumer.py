@@ -46,9 +46,9 @@ from .softmax import (
 
 
 @gluon.jit
-def let_go(rings, stage):
-    """This warpgroup needs a stage no more. Every thread arrives by itself, as for copies of which
-    it has none under way: an arrival of one thread for all would wait for all of them."""
+def release(rings, stage):
+    """Give a stage back. Every thread arrives for itself, as it would for its copies, of which it
+    has none under way: one arrival for the warpgroup would wait for all of its warps."""
     async_copy.mbarrier_arrive(rings.free.index(stage), increment_count=False)
 
 
@@ -59,7 +59,7 @@ def pass_on(rings, stage, phase, LEAN: gl.constexpr):
         mbarrier.wait(rings.k_full.index(stage), phase)
         mbarrier.arrive(rings.k_free.index(stage), count=1)
     mbarrier.wait(rings.full.index(stage), phase)
-    let_go(rings, stage)
+    release(rings, stage)
 
 
 @gluon.jit
@@ -67,7 +67,7 @@ def add_values(p, acc, rings, v_at, v_stage):
     """acc + p times the values of a block, whose stage may then be overwritten."""
     acc = warpgroup_mma(p, rings.kv.index(v_at), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    let_go(rings, v_stage)
+    release(rings, v_stage)
     return acc
 
 
@@ -126,7 +126,7 @@ def consume(
             acc = gl.zeros([HALF_ROWS, S.HEAD_DIM], gl.float32, OL)
             p = gl.zeros([HALF_ROWS, BLOCK], DTYPE, PL)
             # One code path for all blocks: the first product with values is of zeros, by K, and
-            # lets go of a stage that nobody waits for.
+            # releases a stage that nobody waits for.
             v_at = 2 * stage
             v_stage = S.STAGES
             word = gl.load(p_flags)
@@ -161,7 +161,7 @@ def consume(
                     b_max, alpha = grow(s, b_max, scale)
                     if not LEAN:
                         acc, p, s = warpgroup_mma_wait(0, deps=(acc, p, s))
-                        let_go(rings, v_stage)
+                        release(rings, v_stage)
                     acc = shrink(acc, alpha)
                     s, part = probabilities(s, b_max, scale)
                     b_sum = b_sum * alpha + part
