@@ -25,7 +25,7 @@ import torch
 
 from eval import provenance
 from eval.bench_kernel.trees import Tree
-from eval.cli_values import several
+from eval.cli_values import output, several
 from sgl_prefix_attn.cli.argument_types import count
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.paths.radix_reader import RadixReader
@@ -183,7 +183,7 @@ def _of_packs(strategy: str) -> Planner:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.bench_plan", description=__doc__)
-    parser.add_argument("--json", metavar="OUT")
+    parser.add_argument("--json", type=output, metavar="OUT")
     parser.add_argument("--batches", type=several(count), default=BATCHES)
     parser.add_argument("--levels", type=several(count), default=LEVELS)
     parser.add_argument("--strategy", default="calibrated")

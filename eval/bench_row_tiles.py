@@ -21,7 +21,7 @@ from eval.bench_kernel.case import DTYPES, Case, build_case
 from eval.bench_kernel.floor import floor_us, rates_of
 from eval.bench_kernel.oracle import SomeRows
 from eval.bench_kernel.trees import LAYOUTS, parse_trees
-from eval.cli_values import gpu
+from eval.cli_values import gpu, output
 from sgl_prefix_attn.calibrate.timing import LayerTimer, medians_us
 from sgl_prefix_attn.cli.argument_types import count
 from sgl_prefix_attn.cli.model_heads import parse_heads
@@ -44,7 +44,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--layout", default="permuted", choices=LAYOUTS, help="of KV in the pool")
     parser.add_argument("--cuts", type=count, default=1, help="predicted best ones to time")
     parser.add_argument("--headroom", type=count, default=256, help="steps a plan may grow")
-    parser.add_argument("--json", metavar="OUT", help="result file, written after every tree")
+    parser.add_argument(
+        "--json", type=output, metavar="OUT", help="result file, written after every tree"
+    )
     args = parser.parse_args(argv)
     try:
         trees = parse_trees(args.trees)

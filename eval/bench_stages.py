@@ -16,7 +16,7 @@ from eval import provenance
 from eval.bench_kernel.case import DTYPES, Case, build_case
 from eval.bench_kernel.floor import floor_us, rates_of
 from eval.bench_kernel.trees import parse_trees
-from eval.cli_values import device
+from eval.cli_values import device, output
 from sgl_prefix_attn.calibrate.timing import LayerTimer
 from sgl_prefix_attn.cli.model_heads import parse_heads
 from sgl_prefix_attn.execute.backends.choice import new_backend
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--trees", default="pat20", help="as in eval.bench_kernel")
     parser.add_argument("--heads", default="32/8")
     parser.add_argument("--device", type=device, default="cuda", help="an NVIDIA GPU")
-    parser.add_argument("--json", metavar="OUT")
+    parser.add_argument("--json", type=output, metavar="OUT")
     args = parser.parse_args(argv)
     try:
         heads = HeadConfig(*parse_heads(args.heads), 128)

@@ -18,7 +18,7 @@ import torch
 
 from eval import provenance
 from eval.bench_plan import median_ms, run_on_one_core
-from eval.cli_values import several
+from eval.cli_values import output, several
 from sgl_prefix_attn.cli.argument_types import count
 from sgl_prefix_attn.engine.start_checks import TREE_CORE
 from sgl_prefix_attn.paths.readers import reader_of, unsupported_tree
@@ -98,7 +98,7 @@ def _nothing(*args, **kwargs) -> None:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.bench_trees", description=__doc__)
-    parser.add_argument("--json", metavar="OUT")
+    parser.add_argument("--json", type=output, metavar="OUT")
     parser.add_argument("--batches", type=several(count), default=BATCHES)
     parser.add_argument("--repeats", type=count, default=51)
     args = parser.parse_args(argv)

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from eval import provenance
-from eval.cli_values import device, several
+from eval.cli_values import device, output, several
 from eval.dummy_engine import engine_arguments, in_turn, start, wait_until_up
 from eval.engine_process import EngineError, end_on_sigterm, folder_name
 from eval.model_shapes import SHAPES, write_config
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--new", type=several(count), default="4,16", help="LEAST,MOST")
     parser.add_argument("--batches", type=count, default=9)
     parser.add_argument("--device", type=device, default="cuda")
-    parser.add_argument("--json", metavar="OUT")
+    parser.add_argument("--json", type=output, metavar="OUT")
     args = parser.parse_args(argv)
     for name in ("cached", "new"):
         bounds = getattr(args, name)

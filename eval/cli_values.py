@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentTypeError
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -16,6 +17,21 @@ T = TypeVar("T")
 def several(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
     """Make a parser of lists of them, separated by commas."""
     return lambda text: [kind(part) for part in text.split(",")]
+
+
+def output(text: str) -> str:
+    """Parse the path of a file to write, whose folder is made: a run of minutes must not end where
+    nothing can be written."""
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        existed = path.exists()
+        path.open("a").close()
+    except OSError as error:
+        raise ArgumentTypeError(f"{text} cannot be written: {error.strerror}") from None
+    if not existed:
+        path.unlink()
+    return text
 
 
 def gpu() -> torch.device:

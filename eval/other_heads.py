@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from eval import provenance
+from eval.cli_values import output
 from eval.policy_holdout.regret import figures
 from eval.policy_holdout.rows import decided
 from sgl_prefix_attn.calibrate.fit import PREFIX_MODEL, STOCK_MODEL, log_rms
@@ -31,7 +32,7 @@ from sgl_prefix_attn.step.policy import BatchFacts, decide
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.other_heads", description=__doc__)
     parser.add_argument("samples", nargs="+", type=Path, metavar="SAMPLES")
-    parser.add_argument("--json", metavar="OUT", help="result file")
+    parser.add_argument("--json", type=output, metavar="OUT", help="result file")
     args = parser.parse_args(argv)
     try:
         measured = {heads_of(found): found for found in map(read_measured, args.samples)}

@@ -21,7 +21,7 @@ from eval.bench_kernel.case import DTYPES, Case, build_case
 from eval.bench_kernel.floor import floor_us, kv_bytes, rates_of
 from eval.bench_kernel.oracle import SomeRows
 from eval.bench_kernel.trees import parse_trees
-from eval.cli_values import gpu
+from eval.cli_values import gpu, output
 from sgl_prefix_attn.calibrate.timing import LayerTimer, medians_us
 from sgl_prefix_attn.cli.model_heads import parse_heads
 from sgl_prefix_attn.records import HeadConfig
@@ -40,8 +40,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--heads", default="32/8", help="QO/KV heads, such as 32/8,40/8")
     known = ", ".join(ABLATIONS)
     parser.add_argument("--ablations", default=",".join(ABLATIONS), help=f"of {known}")
-    parser.add_argument("--json", metavar="OUT", help="result file, written after every tree")
-    parser.add_argument("--plot", metavar="OUT.png", help="bars of the means of time / floor")
+    parser.add_argument(
+        "--json", type=output, metavar="OUT", help="result file, written after every tree"
+    )
+    parser.add_argument(
+        "--plot", type=output, metavar="OUT.png", help="bars of the means of time / floor"
+    )
     args = parser.parse_args(argv)
     names = args.ablations.split(",")
     try:

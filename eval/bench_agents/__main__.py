@@ -32,7 +32,7 @@ from pathlib import Path
 
 from eval import provenance
 from eval.bench_agents import agent_tables, runs
-from eval.cli_values import device
+from eval.cli_values import device, output
 from eval.dummy_engine import in_turn
 from eval.engine_process import end_on_sigterm
 from eval.model_shapes import SHAPES
@@ -126,7 +126,7 @@ def _parse(argv: list[str]):
     parser.add_argument("--max-running", type=count, default=256, help="requests of a decode step")
     parser.add_argument("--model-shape", default="llama3.1-8b", choices=list(SHAPES))
     parser.add_argument("--device", type=device, default="cuda")
-    parser.add_argument("--json", metavar="OUT")
+    parser.add_argument("--json", type=output, metavar="OUT")
     args = parser.parse_args(argv)
     of_device = "torch_native,prefix" if args.device.type == "cpu" else "default,flashinfer,prefix"
     args.backends = (args.backends or of_device).split(",")

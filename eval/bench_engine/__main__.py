@@ -17,7 +17,7 @@ from eval import provenance
 from eval.bench_engine import engine_plugin, host_times
 from eval.bench_engine.decode_times import Samples, alternate, each_tpot_ms, tpot_ms
 from eval.bench_engine.workloads import NAMED, Workload, parse_workloads
-from eval.cli_values import device, several
+from eval.cli_values import device, output, several
 from eval.dummy_engine import engine_arguments, start, wait_until_up
 from eval.engine_process import EngineError, end_on_sigterm, folder_name, uses_prefix
 from eval.model_shapes import SHAPES, write_config
@@ -146,7 +146,7 @@ def _parse(argv: list[str]):
     )
     parser.add_argument("--page-size", type=count, default=1)
     parser.add_argument("--device", type=device, default="cuda")
-    parser.add_argument("--json", metavar="OUT")
+    parser.add_argument("--json", type=output, metavar="OUT")
     args = parser.parse_args(argv)
     try:
         workloads = parse_workloads(args.workloads)

@@ -17,7 +17,7 @@ from eval.bench_kernel.compare_providers import DeviceLost, Setting, compare
 from eval.bench_kernel.floor import rates_of
 from eval.bench_kernel.providers import STRATEGIES, make_providers
 from eval.bench_kernel.trees import LAYOUTS, parse_trees
-from eval.cli_values import device, several
+from eval.cli_values import device, output, several
 from sgl_prefix_attn.cli.argument_types import count
 from sgl_prefix_attn.cli.model_heads import parse_heads
 from sgl_prefix_attn.records import HeadConfig
@@ -99,8 +99,10 @@ def _parse(argv: list[str]):
     parser.add_argument("--layout", default="permuted", choices=LAYOUTS, help="of KV in the pool")
     parser.add_argument("--device", type=device, default="cuda", help="cpu: small trees only")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", metavar="OUT", help="result file, written after every tree")
-    parser.add_argument("--plot", metavar="OUT.png")
+    parser.add_argument(
+        "--json", type=output, metavar="OUT", help="result file, written after every tree"
+    )
+    parser.add_argument("--plot", type=output, metavar="OUT.png")
     parser.add_argument("--fasttree-path", metavar="DIR", help="checkout of FastTree-Artifact")
     parser.add_argument("--pat-path", metavar="DIR", help="built checkout of PAT")
     args = parser.parse_args(argv)

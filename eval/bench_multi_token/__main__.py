@@ -18,7 +18,7 @@ from eval import provenance
 from eval.bench_kernel.case import DTYPES, Case
 from eval.bench_multi_token.providers import PROVIDERS
 from eval.bench_multi_token.workload import Judge, Workload
-from eval.cli_values import device, several
+from eval.cli_values import device, output, several
 from sgl_prefix_attn.calibrate.timing import LayerTimer, medians_us
 from sgl_prefix_attn.cli.argument_types import count
 from sgl_prefix_attn.cli.model_heads import parse_heads
@@ -88,7 +88,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--providers", default=",".join(PROVIDERS), help="joined by commas")
     parser.add_argument("--dtype", default="bf16", choices=list(DTYPES))
     parser.add_argument("--device", type=device, default="cuda", help="cpu: small trees only")
-    parser.add_argument("--json", metavar="OUT", help="result file, written after every workload")
+    parser.add_argument(
+        "--json", type=output, metavar="OUT", help="result file, written after every workload"
+    )
     args = parser.parse_args(argv)
     names = args.providers.split(",")
     try:

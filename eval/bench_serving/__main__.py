@@ -18,7 +18,7 @@ from eval import provenance
 from eval.bench_serving import rate_plot, rates, resume
 from eval.bench_serving.client import Client, lacks_datasets
 from eval.bench_serving.runs import Run, measure
-from eval.cli_values import amount, device, several
+from eval.cli_values import amount, device, output, several
 from eval.dummy_engine import in_turn
 from eval.engine_process import end_on_sigterm
 from eval.model_shapes import SHAPES
@@ -171,8 +171,10 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[Load]]:
     parser.add_argument("--port", type=count, help="of the servers; otherwise a free one")
     parser.add_argument("--start-timeout", type=amount, default=900, help="seconds for a server")
     parser.add_argument("--device", type=device, default="cuda")
-    parser.add_argument("--json", metavar="OUT")
-    parser.add_argument("--plot", metavar="OUT.png", help="latency over the rate, per load")
+    parser.add_argument("--json", type=output, metavar="OUT")
+    parser.add_argument(
+        "--plot", type=output, metavar="OUT.png", help="latency over the rate, per load"
+    )
     parser.add_argument("--resume", action="store_true", help="keep whole loads that OUT has")
     args = parser.parse_args(argv)
     if args.resume and not args.json:

@@ -29,7 +29,7 @@ from eval import provenance
 from eval.bench_engine.decode_times import alternate, each_tpot_ms, tpot_ms
 from eval.bench_engine.workloads import Workload, parse_workloads
 from eval.bench_speculative import verify_steps
-from eval.cli_values import device, several
+from eval.cli_values import device, output, several
 from eval.dummy_engine import engine_arguments, start, wait_until_up
 from eval.engine_process import EngineError, end_on_sigterm, folder_name, uses_prefix
 from eval.model_shapes import LLAMAS, SHAPES, write_config
@@ -155,7 +155,7 @@ def _parse(argv: list[str]):
         "--new-tokens", type=several(count), default="48,240", help="short and long generation"
     )
     parser.add_argument("--device", type=device, default="cuda")
-    parser.add_argument("--json", metavar="OUT")
+    parser.add_argument("--json", type=output, metavar="OUT")
     args = parser.parse_args(argv)
     try:
         (workload,) = parse_workloads(args.workload)

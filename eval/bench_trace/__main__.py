@@ -16,7 +16,7 @@ from pathlib import Path
 from eval import provenance
 from eval.bench_trace import replay_figures, trace, trace_tables
 from eval.bench_trace.replays import alternate, warm_up, write_requests
-from eval.cli_values import amount, device, several
+from eval.cli_values import amount, device, output, several
 from eval.dummy_engine import engine_arguments, start, wait_until_up
 from eval.engine_process import EngineError, end_on_sigterm, folder_name
 from eval.model_shapes import SHAPES, write_config
@@ -115,7 +115,7 @@ def _parse(argv: list[str]):
     )
     parser.add_argument("--max-running", type=count, default=64, help="requests of a decode step")
     parser.add_argument("--device", type=device, default="cuda")
-    parser.add_argument("--json", metavar="OUT")
+    parser.add_argument("--json", type=output, metavar="OUT")
     args = parser.parse_args(argv)
     stock = "flashinfer" if args.device.type == "cuda" else "torch_native"
     args.backends = (args.backends or f"{stock},prefix").split(",")

@@ -26,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from eval import provenance
-from eval.cli_values import device, several
+from eval.cli_values import device, output, several
 from eval.compare_outputs import dump, faults, gsm8k, logprobs, scenarios, seeded_engine
 from eval.compare_outputs.dump import LayerDump
 from eval.compare_outputs.layer_judgement import judge, not_the_step, three_layers
@@ -167,7 +167,7 @@ def _parse(argv: list[str]):
     parser.add_argument("--data-path", type=Path, help="gsm8k: its test.jsonl, else downloaded")
     parser.add_argument("--questions", type=count, default=200, help="gsm8k")
     parser.add_argument("--device", type=device, default="cuda")
-    parser.add_argument("--json", metavar="OUT")
+    parser.add_argument("--json", type=output, metavar="OUT")
     args = parser.parse_args(argv)
     args.scenarios = args.scenarios.split(",")
     args.backends = (args.backends or _BACKENDS[args.what]).split(",")

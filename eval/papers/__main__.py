@@ -19,7 +19,7 @@ import torch
 from eval import provenance
 from eval.bench_kernel.case import DTYPES
 from eval.bench_kernel.floor import rates_of
-from eval.cli_values import amount
+from eval.cli_values import amount, output
 from eval.papers import measure, paper_tables
 from eval.papers.counts import H200
 from eval.papers.experiment import HEADS_IN_ORDER, NOT_MEASURED, Experiment
@@ -130,7 +130,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--from", dest="source", type=Path, metavar="RESULT", help="file to use")
     parser.add_argument("--expect", action="store_true", help="run nothing")
     parser.add_argument("--seconds", type=amount, help="start no batch later (listed: left_out)")
-    parser.add_argument("--json", metavar="OUT", help="result file, written after every batch")
+    parser.add_argument(
+        "--json", type=output, metavar="OUT", help="result file, written after every batch"
+    )
     return parser
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from eval import provenance
-from eval.cli_values import several
+from eval.cli_values import output, several
 from eval.policy_holdout import host, policy_text, scatter
 from eval.policy_holdout.coverage import coverage
 from eval.policy_holdout.holdout import DTYPES, Holdout, Setup, find_gpu, gpu_meter, settled
@@ -123,9 +123,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--pool-tokens", type=count, help="unique KV tokens of the largest batch (450000)"
     )
-    parser.add_argument("--json", metavar="OUT", help="result file, written after every seed")
     parser.add_argument(
-        "--plot", metavar="OUT.png", help="predicted / measured, and regret by shared share"
+        "--json", type=output, metavar="OUT", help="result file, written after every seed"
+    )
+    parser.add_argument(
+        "--plot",
+        type=output,
+        metavar="OUT.png",
+        help="predicted / measured, and regret by shared share",
     )
     parser.add_argument(
         "--from",

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from eval import provenance
-from eval.cli_values import amount, several
+from eval.cli_values import amount, output, several
 from eval.row_tile_fit import fitting, measure, picks, samples, tree_times
 from sgl_prefix_attn.calibrate.batches import draw
 from sgl_prefix_attn.cli.model_heads import parse_heads
@@ -45,7 +45,9 @@ def main(argv: list[str]) -> int:
     take.add_argument("--jsonl", type=Path, required=True, metavar="FILE")
     make = commands.add_parser("fit", help="on any machine")
     make.add_argument("--jsonl", type=Path, required=True, metavar="FILE")
-    make.add_argument("--json", metavar="OUT", help="result file: rates and judgements")
+    make.add_argument(
+        "--json", type=output, metavar="OUT", help="result file: rates and judgements"
+    )
     search = commands.add_parser("picks", help="on any machine")
     search.add_argument("--jsonl", type=Path, required=True, metavar="FILE")
     near = commands.add_parser("trees", help="on any machine")

@@ -16,12 +16,15 @@ from rich.console import Console
 from rich.table import Table
 
 from eval import provenance
+from eval.cli_values import output
 from eval.tune.constraints import DTYPE_BYTES, Verdict
 from eval.tune.gpus import GPUS
 from eval.tune.solve import Solution, kernel_name, solve
+from sgl_prefix_attn.cli.argument_types import count
 from sgl_prefix_attn.records import HeadConfig
 
 _LOG_WIDTH = 150
+_HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
 def main(argv: list[str]) -> int:
@@ -84,12 +87,12 @@ def _parse(argv: list[str]):
     parser = argparse.ArgumentParser(prog="python -m eval.tune", description=__doc__)
     parser.add_argument("what", choices=["solve"], help="feasible tile configurations of a GPU")
     parser.add_argument("--gpu", default="H100", choices=list(GPUS))
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--group", type=int, default=4, help="query heads per KV head")
-    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, choices=_HEAD_DIMS, default=128)
+    parser.add_argument("--group", type=count, default=4, help="query heads per KV head")
+    parser.add_argument("--kv-heads", type=count, default=8)
     parser.add_argument("--dtype", default="bf16", choices=list(DTYPE_BYTES))
-    parser.add_argument("--jobs", type=int, help="compiler processes; default: all CPUs")
-    parser.add_argument("--json", metavar="OUT")
+    parser.add_argument("--jobs", type=count, help="compiler processes; default: all CPUs")
+    parser.add_argument("--json", type=output, metavar="OUT")
     return parser.parse_args(argv)
 
 

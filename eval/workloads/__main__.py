@@ -37,6 +37,8 @@ def main(argv: list[str]) -> int:
         mooncake=args.mooncake_trace,
     )
     try:
+        if args.traces:
+            args.traces.mkdir(parents=True, exist_ok=True)
         loads = [catalogue.build(name, choice) for name in args.loads]
     except (OSError, ValueError) as error:
         parser.error(str(error))
@@ -55,7 +57,6 @@ def main(argv: list[str]) -> int:
             )
         )
         if args.traces:
-            args.traces.mkdir(parents=True, exist_ok=True)
             path = args.traces / f"{load.name}.jsonl"
             write_trace(load, path, seed=args.seed, vocab_size=_SHAPE["vocab_size"], rate=args.rate)
     columns = ("load", "requests", "prompt shared", "KV read", "TPOT", "output tokens/s")

@@ -19,6 +19,7 @@ from eval.bench_engine import decode_times, engine_plugin, host_times
 from eval.bench_engine.workloads import NAMED, parse_workloads
 from eval.bench_kernel import __main__ as bench_kernel
 from eval.bench_trace import __main__ as bench_trace
+from eval.cli_values import output
 from eval.compare_outputs import __main__ as compare_outputs
 from eval.engine_process import (
     EngineError,
@@ -35,6 +36,7 @@ from eval.model_shapes import write_config
 from eval.policy_holdout import __main__ as policy_holdout
 from eval.row_tile_fit import __main__ as row_tile_fit
 from eval.tune import __main__ as tune
+from eval.workloads import __main__ as workloads
 from sgl_prefix_attn.api.argument_checks import lengths, path_table
 from sgl_prefix_attn.execute.backends import gluon_backend
 from sgl_prefix_attn.execute.backends.torch_backend import TorchBackend
@@ -50,6 +52,37 @@ COMMANDS = (
     ablate, bench_kernel, bench_plan, bench_stages, bench_engine, bench_trace, compare_outputs,
     policy_holdout, report, row_tile_fit, sanitize, tune,
 )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [ablate, "--json"], [bench_kernel, "--plot"], [bench_plan, "--json"],
+        [row_tile_fit, "fit", "--jsonl", "any", "--json"], [tune, "solve", "--json"],
+        [policy_holdout, "--from", "any", "--plot"], [workloads, "agent", "--traces"],
+    ],
+    ids=lambda arguments: arguments[0].__name__,
+)  # fmt: skip
+def test_a_result_that_cannot_be_written_is_refused_before_the_run(arguments, tmp_path, capsys):
+    command, *options = arguments
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        command.main([*options, str(tmp_path / "file" / "out")])
+    assert "file/out" in capsys.readouterr().err
+
+
+def test_a_result_file_is_left_as_it_was_until_it_is_written(tmp_path):
+    old, new = tmp_path / "old.json", tmp_path / "folder" / "new.json"
+    old.write_text("old")
+    assert output(str(old)) == str(old) and output(str(new)) == str(new)
+    assert old.read_text() == "old" and new.parent.is_dir() and not new.exists()
+
+
+@pytest.mark.parametrize("option", ["--head-dim 7", "--group 0", "--kv-heads -1", "--jobs 0"])
+def test_tiles_of_sizes_that_cannot_be_are_refused(option, capsys):
+    with pytest.raises(SystemExit):
+        tune.main(["solve", *option.split()])
+    assert option.split()[0] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda module: module.__name__)
