@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_prefix_attn.engine.ranks import cpu_group, of_first_rank
+from sgl_prefix_attn.engine.ranks import of_first_rank
 from sgl_prefix_attn.execute.backends.choice import new_backend, why_no_row_tiles
 from sgl_prefix_attn.execute.backends.family import ROW_TILES, TRITON, Family, choose_family
 from sgl_prefix_attn.execute.executor import PlanExecutor
@@ -27,7 +27,7 @@ from sgl_prefix_attn.plan.tile_defaults import default_tile_set
 from sgl_prefix_attn.predict.predictor import Predictor, RowTilePredictor
 from sgl_prefix_attn.predict.record import Calibration
 from sgl_prefix_attn.predict.row_tile_rates import row_tile_rates
-from sgl_prefix_attn.predict.startup import agreed, default_costs, gpu_key
+from sgl_prefix_attn.predict.startup import default_costs, find_calibration, gpu_key
 from sgl_prefix_attn.predict.store import verdict_folder, versions
 from sgl_prefix_attn.records import HeadConfig, PathTable, StepPlan
 from sgl_prefix_attn.settings import PREFIX, Settings
@@ -164,12 +164,14 @@ def _check_headroom(headroom: int, max_batch: int, device: torch.device) -> None
 
 
 def _calibration(runner, heads: HeadConfig) -> Calibration | None:
-    """Find the calibration; all ranks of a tensor-parallel group call this."""
+    """Find the first rank's calibration: another file on the others' disks changes nothing. All
+    ranks of a tensor-parallel group call this."""
     device = torch.device(runner.device)
     if device.type != "cuda":
         return None
     key = gpu_key(device, heads, runner.kv_cache_dtype, runner.page_size)
-    return agreed(key, default_tile_set(device, heads).num_sms, cpu_group())
+    num_sms = default_tile_set(device, heads).num_sms
+    return of_first_rank(lambda: find_calibration(key, num_sms))
 
 
 def padding_plan(planner: StepPlanner) -> StepPlan:

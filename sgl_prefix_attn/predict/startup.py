@@ -1,10 +1,9 @@
-"""The calibration that a server starts with, the same on all of its tensor-parallel ranks."""
+"""What a server, and the library, decide and plan by on a GPU: its calibration."""
 
 import logging
 from typing import Any
 
 import torch
-import torch.distributed
 
 from sgl_prefix_attn.plan.costs import CostModel
 from sgl_prefix_attn.plan.row_tile_time import RowTileRates
@@ -16,17 +15,12 @@ from sgl_prefix_attn.records import HeadConfig
 logger = logging.getLogger(__name__)
 
 
-def agreed(key: CalibrationKey, num_sms: int, group=None) -> Calibration:
-    """Let the first rank look (store.find) and log what it found; the others take it from there,
-    so that another file on their disk changes nothing.
-
-    group  process group of CPU tensors that all ranks call this with, None: one rank
-    """
-    if group is None:
-        return _found(key, num_sms)
-    message: list = [_found(key, num_sms) if torch.distributed.get_rank(group) == 0 else None]
-    torch.distributed.broadcast_object_list(message, group=group, group_src=0)
-    return message[0]
+def find_calibration(key: CalibrationKey, num_sms: int) -> Calibration:
+    """Find what a server decides by (store.find) and log what it is."""
+    found = store.find(key, num_sms)
+    level = logging.WARNING if found.warning else logging.INFO
+    logger.log(level, "%s", found.message)
+    return found.calibration
 
 
 def gpu_key(device: torch.device, heads, dtype: torch.dtype, page_size: int) -> CalibrationKey:
@@ -57,10 +51,3 @@ def default_rates(
         return RowTileRates()
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     return row_tile_rates(store.find(gpu_key(device, heads, dtype, page_size), num_sms).calibration)
-
-
-def _found(key: CalibrationKey, num_sms: int) -> Calibration:
-    found = store.find(key, num_sms)
-    level = logging.WARNING if found.warning else logging.INFO
-    logger.log(level, "%s", found.message)
-    return found.calibration

@@ -41,8 +41,11 @@ def rank(index, rendezvous, homes, results):
         torch.distributed.init_process_group(
             "gloo", init_method=f"file://{rendezvous}", rank=index, world_size=2
         )
-        group = torch.distributed.new_group([0, 1], backend="gloo")
-        results[index] = startup.agreed(KEY, NUM_SMS, group)
+        patch.setattr(sglang_config, "parallel", lambda: ranks(2, torch.distributed.group.WORLD))
+        patch.setattr(build, "gpu_key", lambda *args: KEY)
+        tiles = SimpleNamespace(num_sms=NUM_SMS)
+        patch.setattr(build, "default_tile_set", lambda device, heads: tiles)
+        results[index] = build._calibration(model_runner("cuda"), HEADS)
         torch.distributed.destroy_process_group()
 
 
@@ -73,7 +76,7 @@ def test_one_rank_says_what_it_found(
     here = store.versions() | versions
     monkeypatch.setattr(store, "versions", lambda: here)
     with caplog.at_level(logging.INFO):
-        found = startup.agreed(KEY, NUM_SMS)
+        found = startup.find_calibration(KEY, NUM_SMS)
     assert found.source == source and wanted in (None, found)
     (record,) = caplog.records
     assert record.levelname == level and says in record.message
@@ -104,15 +107,9 @@ def test_a_cpu_server_has_no_calibration(home, caplog):
     assert costs == CostModel.for_gpu("cpu", HEADS, 4)
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_gpu_server_plans_with_the_calibration_of_its_group(tp_size, monkeypatch):
+def test_a_gpu_server_plans_with_the_calibration_of_its_first_rank(monkeypatch):
     """Without a GPU: what is asked of the device is answered here."""
     asked = []
-
-    def agreed(*args):
-        asked.append(args)
-        return calibration()
-
     tiles = build.default_tile_set("cpu", HEADS)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**30))
     monkeypatch.setattr(build, "default_tile_set", lambda device, heads: tiles)
@@ -120,9 +117,10 @@ def test_a_gpu_server_plans_with_the_calibration_of_its_group(tp_size, monkeypat
     monkeypatch.setattr(build, "PlanExecutor", lambda *args: "executor")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: KEY.gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(build, "agreed", agreed)
-    monkeypatch.setattr(sglang_config, "parallel", lambda: ranks(tp_size, "group"))
+    monkeypatch.setattr(build, "find_calibration", lambda *args: asked.append(args))
+    monkeypatch.setattr(build, "of_first_rank", lambda find: find() or calibration())
+    monkeypatch.setattr(sglang_config, "parallel", ranks)
     built = build.build(model_runner("cuda", torch.bfloat16), HEADS, Settings())
-    assert asked == [(KEY, tiles.num_sms, "group" if tp_size == 2 else None)]
+    assert asked == [(KEY, tiles.num_sms)]
     assert built.planner.costs == calibration().costs
     assert isinstance(built.predictor, Predictor)
