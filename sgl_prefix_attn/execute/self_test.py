@@ -64,24 +64,37 @@ def check_kernels(
     rising = k.clone()
     rising[slots.long()] *= 1 + torch.arange(_ROW, device=device, dtype=dtype)[:, None, None] / 64
     scale = heads.head_dim**-0.5
+    # before and after a step, of each layer
+    steps = [
+        [
+            LayerParams(q, keys, v, seq_lens + grown, torch.empty_like(q), None, scale, soft_cap)
+            for keys in (rising, k)
+        ]
+        for grown in range(2)
+    ]
+    expected = [[_expected(layer, table, pool) for layer in layers] for layers in steps]
     for plan in plans:
         executor = PlanExecutor(backend, Capacity.for_plans(plan))
         executor.load(plan, table, pool)
-        for grown in range(2):
-            lens = seq_lens + grown
+        for layers, answers in zip(steps, expected, strict=True):
+            lens = layers[0].seq_lens
             executor.append(lens, table[pool, lens - 1].long())
-            layers = [
-                LayerParams(q, keys, v, lens, torch.full_like(q, torch.nan), None, scale, soft_cap)
-                for keys in (rising, k)
-            ]
             for layer in layers:
+                layer.out.fill_(torch.nan)
+            for layer in layers:  # launched one behind the other
                 executor.run(layer)
-            for layer in layers:
-                _check(layer, table, pool)
+            for layer, (want, bound) in zip(layers, answers, strict=True):
+                error = (layer.out.double() - want).abs().max()
+                if not error <= bound:  # nor NaN
+                    raise RuntimeError(
+                        f"the kernels' self-test is {error:.2g} off full attention, allowed is "
+                        f"{bound:.2g}"
+                    )
 
 
-def _check(layer: LayerParams, table: torch.Tensor, pool: torch.Tensor) -> None:
-    """Compare layer.out with full attention over the requests' rows `pool` of req_to_token."""
+def _expected(layer: LayerParams, table: torch.Tensor, pool: torch.Tensor):
+    """Full attention over the requests' rows `pool` of req_to_token, and how far outputs may be
+    off."""
     dtype = layer.q.dtype
     want, same_dtype = (
         full_attention(
@@ -91,12 +104,7 @@ def _check(layer: LayerParams, table: torch.Tensor, pool: torch.Tensor) -> None:
         for kind in (torch.float64, dtype)
     )  # fmt: skip
     rounding = torch.finfo(dtype).eps * want.abs().max()
-    bound = 2 * (same_dtype - want).abs().max() + rounding
-    error = (layer.out.double() - want).abs().max()
-    if not error <= bound:  # nor NaN
-        raise RuntimeError(
-            f"the kernels' self-test is {error:.2g} off full attention, allowed is {bound:.2g}"
-        )
+    return want, 2 * (same_dtype - want).abs().max() + rounding
 
 
 def main(argv: list[str]) -> int:
