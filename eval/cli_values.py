@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 
+from sgl_prefix_attn.calibrate.writing import try_folder
 from sgl_prefix_attn.cli.argument_types import amount as amount
 
 T = TypeVar("T")
@@ -22,15 +23,12 @@ def several(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
 def output(text: str) -> str:
     """Parse the path of a file to write, whose folder is made: a run of minutes must not end where
     nothing can be written."""
-    path = Path(text)
+    if Path(text).is_dir():
+        raise ArgumentTypeError(f"{text} cannot be written: it is a folder")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        existed = path.exists()
-        path.open("a").close()
+        try_folder(Path(text))
     except OSError as error:
         raise ArgumentTypeError(f"{text} cannot be written: {error.strerror}") from None
-    if not existed:
-        path.unlink()
     return text
 
 

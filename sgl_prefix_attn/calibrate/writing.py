@@ -1,12 +1,22 @@
 """Files are written as a whole or not at all; errors name the file."""
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from sgl_prefix_attn.predict.codec import encode
 from sgl_prefix_attn.predict.record import Calibration
+
+
+def try_folder(path: Path, room: int = 1) -> None:
+    """Make the folder of a file that is written later and try that it takes so many bytes. Raises
+    OSError where it does not."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path.parent) as file:
+        file.write(bytes(room))
+        file.flush()
 
 
 @contextmanager

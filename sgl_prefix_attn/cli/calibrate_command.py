@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,13 +147,12 @@ def find_gpu() -> Gpu:
 
 def try_writing(path: Path, samples_path: Path) -> None:
     """Try, before minutes of measuring, that both files can be written. Raises Unusable."""
+    from sgl_prefix_attn.calibrate.writing import try_folder
+
     if path.is_dir():
         raise Unusable(f"cannot write {path}: it is a folder, --out must name a file")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent) as file:
-            file.write(bytes(_ROOM))
-            file.flush()
+        try_folder(path, _ROOM)
         if samples_path.exists():
             samples_path.open("ab").close()
     except OSError as error:

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import sys
+import tempfile
 
 import pytest
 import torch
@@ -197,7 +198,7 @@ def test_a_full_disk_is_refused_before_measuring(gpu, capsys, monkeypatch):
     class Full(io.BytesIO):
         write = no_room
 
-    monkeypatch.setattr(command.tempfile, "TemporaryFile", lambda dir: Full())
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda dir: Full())
     out = gpu / "here" / "x.json"
     assert f"cannot write {out}: [Errno 28]" in refused(capsys, "--out", out)
 
