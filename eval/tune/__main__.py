@@ -11,6 +11,7 @@ import argparse
 import sys
 from dataclasses import asdict
 
+import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -21,17 +22,16 @@ from eval.tune.constraints import DTYPE_BYTES, Verdict
 from eval.tune.gpus import GPUS
 from eval.tune.solve import Solution, kernel_name, solve
 from sgl_prefix_attn.cli.argument_types import count
+from sgl_prefix_attn.execute.backends.triton_backend import TritonBackend
 from sgl_prefix_attn.records import HeadConfig
 
 _LOG_WIDTH = 150
-_HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
 def main(argv: list[str]) -> int:
     """Return 1 when a default is not feasible."""
-    args = _parse(argv)
+    args, heads = _parse(argv)
     gpu = GPUS[args.gpu]
-    heads = HeadConfig(args.group * args.kv_heads, args.kv_heads, args.head_dim)
     solution = solve(gpu, heads, args.dtype, jobs=args.jobs)
     rows = [_row(verdict, solution) for verdict in solution.verdicts]
     print(
@@ -87,13 +87,18 @@ def _parse(argv: list[str]):
     parser = argparse.ArgumentParser(prog="python -m eval.tune", description=__doc__)
     parser.add_argument("what", choices=["solve"], help="feasible tile configurations of a GPU")
     parser.add_argument("--gpu", default="H100", choices=list(GPUS))
-    parser.add_argument("--head-dim", type=int, choices=_HEAD_DIMS, default=128)
+    parser.add_argument("--head-dim", type=count, default=128)
     parser.add_argument("--group", type=count, default=4, help="query heads per KV head")
     parser.add_argument("--kv-heads", type=count, default=8)
     parser.add_argument("--dtype", default="bf16", choices=list(DTYPE_BYTES))
     parser.add_argument("--jobs", type=count, help="compiler processes; default: all CPUs")
     parser.add_argument("--json", type=output, metavar="OUT")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    heads = HeadConfig(args.group * args.kv_heads, args.kv_heads, args.head_dim)
+    kernels = TritonBackend.capabilities
+    if kernels.why_not(heads, torch.bfloat16) is not None:
+        parser.error(f"--head-dim, --group: the kernels take {kernels.describe()}")
+    return args, heads
 
 
 if __name__ == "__main__":

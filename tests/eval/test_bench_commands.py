@@ -85,6 +85,11 @@ def test_tiles_of_sizes_that_cannot_be_are_refused(option, capsys):
     assert option.split()[0] in capsys.readouterr().err
 
 
+def test_tiles_are_solved_for_every_head_dim_that_the_kernels_take():
+    _, heads = tune._parse(["solve", "--head-dim", "96"])
+    assert heads == HeadConfig(32, 8, 96)
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda module: module.__name__)
 def test_help(command, capsys):
     with pytest.raises(SystemExit) as stop:
