@@ -76,7 +76,7 @@ def row_tile_kernel(
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PRODUCERS: gl.constexpr = 32 * PRODUCER_WARPS
     CONSUMERS: gl.constexpr = 2 * 128
-    gl.static_assert(STAGES < MAX_STAGES)  # one more than stages: see release
+    gl.static_assert(STAGES < MAX_STAGES)  # consume() releases one that is none
     gl.static_assert(not (DYNAMIC and FUSED_MERGE), "parts are found again by their numbers")
     keys = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK], FLAT)
     tickets, t_full, t_free = keys, keys, keys  # not used

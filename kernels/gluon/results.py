@@ -21,7 +21,7 @@ def store_results(
     partial_state_ptr, counters_ptr, stride_out, S,
 ):  # fmt: skip
     """Store tile rows [base, base + 64) of an item: acc [64, D], unnormalised, with the maxima
-    and sums [64, 4] of softmax_step. Returns 1 where the rows were counted as a part, else 0.
+    and sums [64, 4] of softmax.py. Returns 1 where the rows were counted as a part, else 0.
     """
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
     OR: gl.constexpr = gl.SliceLayout(1, acc.type.layout)

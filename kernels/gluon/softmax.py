@@ -117,7 +117,7 @@ def probabilities(s, b_max, scale):
 
 @gluon.jit
 def shrink(acc, alpha):
-    """acc [64, D] times alpha [64, 4] of softmax_step, which is 1 for most blocks."""
+    """acc [64, D] times alpha [64, 4] of grow, which is 1 for most blocks."""
     x = by_quads(acc)
     LAYOUT: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(1, x.type.layout))
     factors, x = gl.broadcast(to_quads(gl.convert_layout(alpha, LAYOUT)), x)

@@ -98,8 +98,10 @@ class PrefixAttnBackend(AttentionBackend):
             chains = kinds.verify and model_facts.verifies_chains(runner.server_args)
             if self._extends is not None and runner.device != "cpu" and (kinds.prefill or chains):
                 extending = create_stock_extend(runner)
-                self._stock_extend = extending if kinds.prefill else self.stock
-                self._stock_verify = extending if chains else self.stock
+                if kinds.prefill:
+                    self._stock_extend = extending
+                if chains:
+                    self._stock_verify = extending
         if self._model_problem is None:
             planner, predictor = built.planner, built.predictor
             self._executor = built.executor
@@ -195,7 +197,7 @@ class PrefixAttnBackend(AttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self._find_wrapper()
         self.variants.reset()
-        for stock in {self.stock, self._stock_verify}:
+        for stock in self._graph_stocks():
             stock.init_cuda_graph_state(max_bs, max_num_tokens)
         if self._padding is not None:
             # Nothing writes padding rows: they must hold finite numbers, because a model may take
@@ -210,7 +212,7 @@ class PrefixAttnBackend(AttentionBackend):
         return self.stock.get_cuda_graph_seq_len_fill_value()
 
     def on_after_cuda_graph_warmup(self) -> None:
-        for stock in {self.stock, self._stock_verify}:
+        for stock in self._graph_stocks():
             stock.on_after_cuda_graph_warmup()
 
     def init_forward_metadata(self, forward_batch) -> None:
@@ -301,6 +303,10 @@ class PrefixAttnBackend(AttentionBackend):
         if mode.is_extend_without_speculative():
             return self._stock_extend
         return self._stock_verify if mode.is_target_verify() else self.stock
+
+    def _graph_stocks(self) -> set[AttentionBackend]:
+        """The stock backends that decode graphs are captured with."""
+        return {self.stock, self._stock_verify}
 
     def _take_step(self, forward_mode) -> Step:
         """Make the observed step the active one; each is used once."""
