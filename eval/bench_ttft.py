@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--groups", type=several(count), default="16,32,64,128")
     parser.add_argument("--cached", type=several(count), default="4096,6144", help="LEAST,MOST")
     parser.add_argument("--new", type=several(count), default="4,16", help="LEAST,MOST")
-    parser.add_argument("--batches", type=count, default=9)
+    parser.add_argument("--batches", type=count, default=25)
     parser.add_argument("--device", type=device, default="cuda")
     parser.add_argument("--json", type=output, metavar="OUT")
     args = parser.parse_args(argv)
@@ -80,13 +80,12 @@ def main(argv: list[str]) -> int:
 def _run(folder: Path, stack: contextlib.ExitStack, args) -> list[dict]:
     model = write_config(folder / "model", args.model_shape)
     rounds = args.batches + _WARM_UP
-    prefixes = sum(-(-args.requests // group) for group in args.groups)
+    prefixes = -(-args.requests // min(args.groups))
     arguments = engine_arguments(
         model,
         device=args.device,
         page_size=1,
-        pool_tokens=prefixes * (args.cached[1] + 1)
-        + len(args.groups) * rounds * args.requests * (args.new[1] + 2),
+        pool_tokens=prefixes * (args.cached[1] + 1) + rounds * args.requests * (args.new[1] + 2),
         decode_batches=[args.requests],
     )
     backends = list(dict.fromkeys(args.backends.split(",")))
@@ -100,6 +99,7 @@ def _run(folder: Path, stack: contextlib.ExitStack, args) -> list[dict]:
         vocab_size = SHAPES[args.model_shape]["vocab_size"]
         prompts = Prompts(args.requests, group, args.cached, args.new, vocab_size)
         for engine in engines.values():
+            engine.ask("flush")  # the pool has room for the batches of one group
             engine.ask("time_batch", ids=prompts.prefixes, new_tokens=1)
         batches = [prompts.batch() for _ in range(rounds)]
         seconds: dict[str, list[float]] = {backend: [] for backend in backends}

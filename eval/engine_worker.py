@@ -64,8 +64,7 @@ def _generate(engine, requests: list[dict]) -> dict:
     The first one's prompt is in the radix tree before the others are sent.
     """
     engine.loop.run_until_complete(_all_after_the_first(engine, requests))
-    engine.flush_cache()  # the next scenario starts with an empty tree
-    return {}
+    return _flush(engine)  # the next scenario starts with an empty tree
 
 
 async def _all_after_the_first(engine, requests: list[dict]) -> None:
@@ -78,6 +77,18 @@ async def _all_after_the_first(engine, requests: list[dict]) -> None:
             prefilled.set()
 
     await asyncio.gather(*(one(request, i == 0) for i, request in enumerate(requests)))
+
+
+def _flush(engine) -> dict:
+    """Empty the radix cache once nothing runs."""
+    engine.loop.run_until_complete(_flushed(engine))
+    return {}
+
+
+async def _flushed(engine) -> None:
+    flushed = await engine.tokenizer_manager.flush_cache(timeout_s=_IDLE_S)
+    if not flushed.success:
+        raise RuntimeError(f"the radix cache was not flushed: {flushed.message}")
 
 
 def _replay(engine, path: str) -> dict:
@@ -93,9 +104,7 @@ def _replay(engine, path: str) -> dict:
 
 
 async def _all_timed(engine, requests: list[dict]) -> list[dict]:
-    flushed = await engine.tokenizer_manager.flush_cache(timeout_s=_IDLE_S)
-    if not flushed.success:
-        raise RuntimeError(f"the radix cache was not flushed: {flushed.message}")
+    await _flushed(engine)
     start = time.perf_counter() + _LEAD_S
     tasks = []
     for request in requests:  # by one sender, so that none overtakes another
@@ -134,7 +143,7 @@ def _greedy(request: dict):
     )
 
 
-_OPS = {"time_batch": _time_batch, "generate": _generate, "replay": _replay}
+_OPS = {"time_batch": _time_batch, "generate": _generate, "flush": _flush, "replay": _replay}
 
 
 def _answer(value: dict) -> None:

@@ -27,11 +27,11 @@ def test_engines_take_turns_and_ratios_are_to_the_first(tmp_path, monkeypatch, c
     asked = []
 
     def start(stack, backend, home, arguments):
-        def ask(op, ids, new_tokens):
-            asked.append((backend, len(ids)))
+        def ask(op, ids=(), new_tokens=1):
+            asked.append((backend, op, len(ids)))
             return {"seconds": {"torch_native": 0.5, "prefix/prefix": 0.25}[backend]}
 
-        assert arguments["max_total_tokens"] > 3 * 9
+        assert arguments["max_total_tokens"] > 2 * 9 + 5 * 6 * 4
         return SimpleNamespace(ask=ask)
 
     monkeypatch.setattr(bench_ttft, "start", start)
@@ -45,10 +45,12 @@ def test_engines_take_turns_and_ratios_are_to_the_first(tmp_path, monkeypatch, c
         (6, "torch_native", 1.0), (6, "prefix/prefix", 0.5),
     ]  # fmt: skip
     assert all(len(row["seconds"]) == 3 for row in rows) and "0.500" in capsys.readouterr().out
-    # prefixes of both, then five batches in turn
-    assert asked[:6] == [
-        ("torch_native", 2), ("prefix/prefix", 2), ("torch_native", 6), ("prefix/prefix", 6),
-        ("prefix/prefix", 6), ("torch_native", 6),
+    # the pool emptied and prefixes cached in both, then five batches in turn
+    a_batch = [("torch_native", "time_batch", 6), ("prefix/prefix", "time_batch", 6)]
+    assert asked[:8] == [
+        ("torch_native", "flush", 0), ("torch_native", "time_batch", 2),
+        ("prefix/prefix", "flush", 0), ("prefix/prefix", "time_batch", 2),
+        *a_batch, *a_batch[::-1],
     ]  # fmt: skip
     assert report.main([str(out)]) == 0
     assert "| 6 | prefix/prefix | 250.0 ms | 0.500 |" in capsys.readouterr().out
