@@ -6,7 +6,7 @@ of computing requests together that share a cached prefix, with row tiles as its
 
 import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.plan.row_tile_words import RowTilePlan
 from sgl_prefix_attn.records import PREFIX, STOCK, Decision, Forest, Prediction
 from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.step.policy import STOCK_STEPS, compare
 from sgl_prefix_attn.step.preparer import Step, reason_of
 
 # Predicted stock time over ours from which a batch goes through a plan. The planner's time is up to
@@ -32,7 +33,11 @@ class PrefillPredictor(Protocol):
 
 
 def decide_extend(
-    policy: str, against: str | None, shares: bool, predicted: Prediction | None
+    policy: str,
+    against: str | None,
+    shares: bool,
+    predicted: Prediction | None,
+    least_saving_us: float = 0.0,
 ) -> Decision:
     """Choose the kernels of an extend batch: what stands against a plan first, then a forced
     policy, then whether anything is shared, then the predicted times (None on a CPU)."""
@@ -46,9 +51,7 @@ def decide_extend(
         return Decision(STOCK, "unshared")
     if predicted is None:
         return Decision(PREFIX, "default")
-    if predicted.stock_us >= GAIN * predicted.prefix_us:
-        return Decision(PREFIX, "predicted_faster", predicted)
-    return Decision(STOCK, "predicted_slower", predicted)
+    return Decision(*compare(predicted, GAIN, least_saving_us), predicted)
 
 
 class ExtendPreparer:
@@ -57,6 +60,7 @@ class ExtendPreparer:
     check_size raises PlanTooLarge for a plan that the executor's workspace does not hold
     predictor  of stock prefill, None: plans run wherever anything is shared
     problem    why no batch can run a plan, or None
+    least_saving_us  per layer, from which a plan is worth making
     agree      whether all tensor-parallel ranks pass True; every rank calls it for each batch that
                verifies: a decode graph of it must be of one variant on all of them. Other batches
                run eagerly, and their attention is local to a rank
@@ -71,16 +75,22 @@ class ExtendPreparer:
         *,
         predictor: PrefillPredictor | None = None,
         problem: str | None = None,
+        least_saving_us: float = 0.0,
         agree: Callable[[bool], bool] = lambda ok: ok,
     ):
         self._settings = settings
         self._planner = planner
         self._check_size = check_size
         self._counters = counters
-        self._predictor = predictor
+        self._predictor: Any = predictor
+        self._predicts = predictor is not None and settings.policy != PREFIX
         self._problem = problem
+        self._least_saving_us = least_saving_us
         self._agree = agree
         self._prefix_batches = 0
+        # What was decided of drafts that stock kernels verify, and for how many more batches.
+        self._stock = Decision(STOCK, "no_batch")
+        self._stock_batches_left = 0
 
     def prepare(
         self,
@@ -98,7 +108,7 @@ class ExtendPreparer:
         plan = None
         try:
             with self._counters.evaluation(EXTENDED):
-                decision, plan = self._evaluate(batch, query_lens, against)
+                decision, plan = self._evaluate(batch, query_lens, against, verifies)
         except Exception as error:
             decision = self._fallback(reason_of(error), error)
         if verifies and not self._agree(plan is not None) and plan is not None:
@@ -132,24 +142,38 @@ class ExtendPreparer:
         return Decision(STOCK, reason)
 
     def _evaluate(
-        self, batch: RunningBatch, query_lens: np.ndarray, against: str | None
+        self, batch: RunningBatch, query_lens: np.ndarray, against: str | None, verifies: bool
     ) -> tuple[Decision, RowTilePlan | None]:
         policy = self._settings.policy
         against = self._problem or unsupported_tree(batch.tree_cache) or against
+        if against is None and self._predicts and query_lens.mean() >= self._planner.tile_queries:
+            against = "full_tiles"  # each request fills tiles alone; planning them takes longest
         if against is not None or policy == STOCK:
             return decide_extend(policy, against, False, None), None
-        forest = self._read(batch, query_lens)
+        if not verifies:
+            return self._decide(batch, query_lens)
+        if self._stock_batches_left > 0 and not self._settings.check:
+            self._stock_batches_left -= 1
+            return self._stock, None
+        decision, plan = self._decide(batch, query_lens)
+        if plan is None:
+            self._stock, self._stock_batches_left = decision, STOCK_STEPS - 1
+        return decision, plan
+
+    def _decide(
+        self, batch: RunningBatch, query_lens: np.ndarray
+    ) -> tuple[Decision, RowTilePlan | None]:
+        """Read the tree and decide; a plan where it runs one."""
+        policy, forest = self._settings.policy, self._read(batch, query_lens)
         shares = forest.parent.size > 0
-        predicts = self._predictor is not None and policy != PREFIX
-        if predicts and query_lens.mean() >= self._planner.tile_queries:
-            against = "full_tiles"  # each request fills tiles alone; planning them takes longest
-        decision = decide_extend(policy, against, shares, None)
+        decision = decide_extend(policy, None, shares, None)
         if decision.variant == STOCK:
             return decision, None
         plan = self._planner.plan_forest(forest)
-        if self._predictor is not None and predicts:
+        if self._predicts:
             stock_us = self._predictor.stock(forest.seq_lens, query_lens, forest.unique_tokens)
-            decision = decide_extend(policy, None, shares, Prediction(stock_us, plan.predicted_us))
+            predicted = Prediction(stock_us, plan.predicted_us)
+            decision = decide_extend(policy, None, shares, predicted, self._least_saving_us)
             if decision.variant == STOCK:
                 return decision, None
         self._check_size(plan)

@@ -31,6 +31,10 @@ HOLD_STEPS, HELD_LOSS = 32, 1.08
 # again only after so many steps, however it changes meanwhile: that costs the host more than a
 # step's bookkeeping.
 STOCK_STEPS = 8
+# What a plan costs the host, in microseconds. A plan of many decode steps does not feel it, but one
+# that serves a single pass of a model, or a round of drafts, has to save as much in all its layers:
+# in speculative decoding the GPU waits until the host has read the lengths and planned.
+PLAN_US = 300.0
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class BatchFacts:
     shares     whether any KV entry belongs to several requests of the batch
     running    variant of the steps before, None at the start ...
     steps      ... and for how many steps it has run
+    least_saving_us  per layer, that prefix kernels must save
     """
 
     policy: str = "auto"  # SGL_PREFIX_ATTN_POLICY
@@ -54,6 +59,7 @@ class BatchFacts:
     shares: bool = True
     running: str | None = None
     steps: int = 0
+    least_saving_us: float = 0.0
     strategy: str = "calibrated"
 
 
@@ -72,13 +78,25 @@ def decide(facts: BatchFacts) -> Decision:
         return _prefix("default", facts)
     gain = facts.predicted.stock_us / facts.predicted.prefix_us
     sharing, unshared = GAINS[facts.source]
-    faster = PREFIX if gain >= (sharing if facts.shares else unshared) else STOCK
-    reason = "predicted_faster" if faster == PREFIX else "predicted_slower"
+    faster, reason = compare(
+        facts.predicted, sharing if facts.shares else unshared, facts.least_saving_us
+    )
     if facts.running not in (None, faster) and facts.steps < HOLD_STEPS:
         loss = gain if faster == PREFIX else 1 / gain
         if loss <= HELD_LOSS:
             faster, reason = facts.running, "held"
     return _prefix(reason, facts) if faster == PREFIX else Decision(STOCK, reason, facts.predicted)
+
+
+def compare(
+    predicted: Prediction, least_gain: float, least_saving_us: float = 0.0
+) -> tuple[str, str]:
+    """Return the faster variant and the reason; prefix kernels must gain and save so much."""
+    if predicted.stock_us < least_gain * predicted.prefix_us:
+        return STOCK, "predicted_slower"
+    if predicted.stock_us - predicted.prefix_us < least_saving_us:
+        return STOCK, "saves_too_little"
+    return PREFIX, "predicted_faster"
 
 
 def _prefix(reason: str, facts: BatchFacts) -> Decision:

@@ -55,6 +55,7 @@ class StepPreparer:
     model_problem why no step can run prefix kernels (model_facts.unsupported_model), or None
     agree         whether all tensor-parallel ranks pass True; every rank calls it at the same steps
     kind          of the steps, for the log
+    least_saving_us  per layer, from which a plan is worth making
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class StepPreparer:
         model_problem: str | None = None,
         agree: Callable[[bool], bool] = lambda ok: ok,
         kind: str = "decode",
+        least_saving_us: float = 0.0,
     ):
         self.settings = settings
         self.counters = counters
@@ -85,6 +87,7 @@ class StepPreparer:
         self._model_problem = model_problem
         self._agree = agree
         self._kind = kind
+        self._least_saving_us = least_saving_us
         self._standing: dict[tuple, tuple[BatchFacts, Decision]] = {}
         self._evaluated = _UNDECIDED  # the last evaluation's
         # What an evaluation gave to stock kernels, and for how many steps before there is another.
@@ -148,6 +151,7 @@ class StepPreparer:
                 model=self._model_problem,
                 tree=unsupported_tree(tree_cache),
                 graph=graph,
+                least_saving_us=self._least_saving_us,
                 strategy=self.settings.strategy,
             )
             self._standing[key] = (facts, decide(facts))

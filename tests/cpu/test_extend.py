@@ -14,6 +14,7 @@ from sgl_prefix_attn.predict.row_tile_rates import rates_of_gpu
 from sgl_prefix_attn.records import Decision, HeadConfig, Prediction
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.step.extend import GAIN, ExtendPreparer, decide_extend
+from sgl_prefix_attn.step.policy import STOCK_STEPS
 from tests.support.fake_sglang import LMCRadixCache, World
 from tests.support.forests import path_table
 from tests.support.steps import shared_world
@@ -145,6 +146,52 @@ def test_the_faster_one_runs_by_prediction():
     assert step.decision == Decision("stock", "predicted_slower") and step.new_plan is None
     forced = preparer(Settings(policy="prefix"), predictor=Times(0.0))
     assert prepare(forced, shared_world()).decision == Decision("prefix", "forced")
+
+
+def test_a_plan_must_save_what_it_costs():
+    us = prepare(preparer(), shared_world()).new_plan.predicted_us
+    times = Times(3 * us)
+    steps = preparer(predictor=times, least_saving_us=2.001 * us)
+    assert prepare(steps, shared_world()).decision == Decision("stock", "saves_too_little")
+    steps = preparer(predictor=times, least_saving_us=1.999 * us)
+    assert prepare(steps, shared_world()).decision == Decision("prefix", "predicted_faster")
+
+
+def test_drafts_that_stock_kernels_verify_are_looked_at_again_after_some_batches():
+    """By all ranks alike: each is told of every batch."""
+    told, world, lens = [], shared_world(), np.ones(4, np.int32)
+    times = Times(0.0)
+    steps = preparer(predictor=times, agree=lambda ok: told.append(ok) or ok)
+
+    def verify():
+        batch = world.batch(1)
+        times.asked = None
+        decision = steps.prepare(batch, lens, verifies=True).decision
+        return decision.reason, times.asked is not None
+
+    for _ in range(2):
+        assert verify() == ("predicted_slower", True)
+        for _ in range(STOCK_STEPS - 1):
+            assert verify() == ("predicted_slower", False)
+    assert told == [False] * 2 * STOCK_STEPS
+    times.us = 1e9
+    assert verify() == verify() == ("predicted_faster", True), "planned ones each time"
+    times.us = 0.0
+    for _ in range(2):
+        assert verify()[0] == "predicted_slower"
+        times.asked = None
+        assert not prepare(steps, world).is_prefix and times.asked, "extend batches each time"
+    graph = steps.prepare(world.batch(1), lens, "graph_batch_size", verifies=True)
+    assert graph.decision.reason == "graph_batch_size", "whatever was decided before"
+
+
+def test_check_mode_looks_at_all_drafts():
+    times, world = Times(0.0), shared_world()
+    steps = preparer(Settings(check=True), predictor=times)
+    for _ in range(2):
+        times.asked = None
+        steps.prepare(world.batch(1), np.ones(4, np.int32), verifies=True)
+        assert times.asked
 
 
 def test_requests_that_fill_tiles_by_themselves_are_not_planned():

@@ -72,3 +72,12 @@ def test_a_variant_is_held_for_some_steps_unless_that_costs_much():
     assert at(1 / slightly, running="prefix", steps=1) == Decision("prefix", "held")
     assert at(1 / (HELD_LOSS + 0.01), running="prefix", steps=1) == SLOWER
     assert at(slightly, running="prefix", steps=1) == FASTER, "nothing to hold against"
+
+
+def test_what_serves_one_pass_must_save_what_its_plan_costs():
+    assert at(2.0, least_saving_us=10.0) == FASTER
+    little = at(2.0, least_saving_us=10.1)
+    assert little == Decision("stock", "saves_too_little")
+    assert little.predicted == Prediction(20.0, 10.0)
+    assert at(0.5, least_saving_us=10.1) == SLOWER
+    assert at(2.0, least_saving_us=10.1, policy="prefix") == Decision("prefix", "forced")

@@ -214,6 +214,13 @@ def test_the_predicted_times_choose(world):
     assert run(steps, world, 3).new_plan is not None and len(times.asked) == 2, "another batch"
 
 
+def test_a_plan_of_one_round_must_be_worth_making(world):
+    times = Times(stock=30.0, prefix=20.0)
+    assert run(preparer(predictor=times, least_saving_us=10.0), world, 1).decision == FASTER
+    step = run(preparer(predictor=times, least_saving_us=10.1), world, 1)
+    assert step.decision == Decision("stock", "saves_too_little") and step.new_plan is None
+
+
 def test_unique_tokens_of_a_stock_step_are_known_where_the_batch_was_evaluated(world):
     steps = preparer(predictor=Times(stock=10.0, prefix=20.0))
     for grown in range(1, STOCK_STEPS + 2):

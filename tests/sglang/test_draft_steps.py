@@ -4,6 +4,8 @@ SGLang's speculative workers do not start without a GPU: rounds are run by the m
 worker and its draft graph runner (fake_drafts.py).
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,9 +13,11 @@ from sgl_prefix_attn.engine import build_drafts
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.records import Decision
 from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.step.policy import PLAN_US
 from tests.sglang.fake_drafts import LAYERS, STEPS, Drafts
 from tests.sglang.fake_graph_runner import labels
 from tests.support.fake_sglang import LMCRadixCache
+from tests.support.steps import Times
 from tests.support.torch_row_tiles import say_that_row_tiles_run
 
 PREFIX = Decision("prefix", "default")
@@ -60,6 +64,23 @@ def test_a_plan_knows_what_is_shared(start):
     drafts = start(5)
     drafts.assert_right()
     assert drafts.backend._steps.counters.last_plan.num_nodes == 1
+
+
+@pytest.mark.parametrize(
+    ("saved_us", "decision"),
+    [
+        (PLAN_US, Decision("prefix", "predicted_faster")),
+        (0.99 * PLAN_US, Decision("stock", "saves_too_little")),
+    ],
+)
+def test_a_round_must_save_what_its_plan_costs(monkeypatch, saved_us, decision):
+    """In all layers of all its steps."""
+    build = build_drafts.build
+    times = Times(stock=1.0 + saved_us / (LAYERS * (STEPS - 1)), prefix=1.0)
+    monkeypatch.setattr(build_drafts, "build", lambda *args: replace(build(*args), predictor=times))
+    drafts = Drafts(monkeypatch)
+    drafts.round()
+    assert drafts.backend.counters.drafts == {decision: 1}
 
 
 def test_other_requests_and_another_order(start):

@@ -10,9 +10,11 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_prefix_attn.engine import extends as extends_module
+from sgl_prefix_attn.engine.model_facts import attention_layers
 from sgl_prefix_attn.execute.reference import full_attention
 from sgl_prefix_attn.records import Decision
 from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.step.policy import PLAN_US
 from tests.sglang.engine import STOCK, Config
 from tests.sglang.fake_server import HKV, HQ, PLAIN_SERVER, D, Server, Stock
 from tests.sglang.test_outputs import CHECKED, EVERYTHING, REFERENCE
@@ -140,6 +142,19 @@ def test_extend_batches_equal_full_attention_between_decode_steps(monkeypatch, m
     assert not server.stock.calls
     assert server.backend.counters.extends == {PREFIX_BATCH: 2}
     assert server.backend.counters.plans == {"first": 1}
+
+
+def test_a_plan_must_save_in_all_layers_what_it_costs(monkeypatch):
+    made = {}
+
+    class Noted(extends_module.ExtendPreparer):
+        def __init__(self, *args, **options):
+            made.update(options)
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr(extends_module, "ExtendPreparer", Noted)
+    server = PrefillServer(monkeypatch)
+    assert made["least_saving_us"] == PLAN_US / len(attention_layers(server.runner))
 
 
 def test_padding_rows_are_zero(monkeypatch):
