@@ -186,6 +186,7 @@ def test_a_file_that_is_no_result_is_named(tmp_path, content, capsys):
                 "agents_h200",
                 "agents_h100",
                 "ttft_h200",
+                "ttft_h100",
                 "ttft_unshared_h100",
             ),
             (),
