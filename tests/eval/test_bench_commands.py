@@ -12,7 +12,7 @@ import orjson
 import pytest
 import torch
 
-from eval import bench_plan, bench_stages, dummy_engine, report, sanitize
+from eval import bench_plan, bench_stages, dummy_engine, report
 from eval.ablate import __main__ as ablate
 from eval.bench_engine import __main__ as bench_engine
 from eval.bench_engine import decode_times, engine_plugin, host_times
@@ -35,12 +35,11 @@ from eval.engine_worker import MARK
 from eval.model_shapes import write_config
 from eval.policy_holdout import __main__ as policy_holdout
 from eval.row_tile_fit import __main__ as row_tile_fit
+from eval.sanitize import __main__ as sanitize
 from eval.tune import __main__ as tune
 from eval.workloads import __main__ as workloads
 from sgl_prefix_attn.api.argument_checks import lengths, path_table
 from sgl_prefix_attn.execute.backends import gluon_backend
-from sgl_prefix_attn.execute.backends.torch_backend import TorchBackend
-from sgl_prefix_attn.execute.backends.torch_row_tiles import TorchRowTiles
 from sgl_prefix_attn.kernels import layout as L
 from sgl_prefix_attn.paths.radix_reader import RadixReader
 from sgl_prefix_attn.paths.tree_reader import RunningBatch
@@ -362,15 +361,3 @@ def test_engine_rows_have_the_slope_of_medians_and_each_alternation():
     assert row["ratio"] == pytest.approx(0.5)
     assert row["each_tpot_ms"] == pytest.approx([10, 12, 24])
     assert row["baseline_each_tpot_ms"] == pytest.approx([20, 24, 28])
-
-
-@pytest.mark.parametrize("name", sanitize.CASES)
-def test_what_the_sanitizer_runs_is_right_and_a_planted_slot_is_beyond(name, monkeypatch, capsys):
-    monkeypatch.setattr(gluon_backend, "GluonBackend", TorchRowTiles)
-    assert sanitize.run_case(name, device="cpu") == 0
-    assert f"case {name}: 24 requests" in capsys.readouterr().out
-    with pytest.raises(IndexError):
-        sanitize.run_case(name, plant=True, device="cpu")
-    for backend in (TorchRowTiles, TorchBackend):
-        monkeypatch.setattr(backend, "forward", lambda *args: None)
-    assert sanitize.run_case(name, device="cpu") == 1

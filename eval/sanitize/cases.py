@@ -1,19 +1,7 @@
-"""python -m eval.sanitize: the kernels under compute-sanitizer's memcheck and racecheck.
-
-Without --case this process runs each small case by itself, then under each tool, prints the tools'
-summaries and ends with 1 when one of them found an error: packs, and where the GPU runs them row
-tiles. --plant puts a KV slot beyond the pool into each case: memcheck must find it, and the exit
-status is 1 when it does not. Status 2: no GPU or no compute-sanitizer.
-"""
+"""What eval.sanitize runs: a few requests and one layer, through every kernel of a family."""
 
 from __future__ import annotations
 
-import argparse
-import os
-import re
-import shutil
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +9,7 @@ import torch
 
 from sgl_prefix_attn.execute import reference
 from sgl_prefix_attn.execute.backends import gluon_backend
-from sgl_prefix_attn.execute.backends.choice import new_backend, why_no_row_tiles
+from sgl_prefix_attn.execute.backends.choice import new_backend
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.params import Capacity, LayerParams
 from sgl_prefix_attn.kernels import layout
@@ -33,71 +21,11 @@ from sgl_prefix_attn.plan.tile_defaults import default_tile_set
 from sgl_prefix_attn.predict.startup import default_costs
 from sgl_prefix_attn.records import HeadConfig, PathTable
 
-TOOLS = ("memcheck", "racecheck")
-_CUDA_BIN = "/usr/local/cuda/bin"
-_FOUND = 86  # exit status that the sanitizer gives for an error
-_TIMEOUT_S = 540
-
+SLOT = "slot"  # a fault: a KV slot beyond the pool
 HEADS = HeadConfig(8, 2, 64)
 _SHARED = ((-1, 150), (0, 70), (1, 40))  # (parent, length) of the nodes: a chain
 _LEAF = (2,) * 2 + (1,) * 16 + (0,) * 3 + (-1,) * 3
 _TAILS = tuple(1 + 11 * i % 60 for i in range(22)) + (300, 1)
-
-
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m eval.sanitize", description=__doc__)
-    parser.add_argument("--case", choices=list(CASES), help="run the case itself, without a tool")
-    parser.add_argument("--plant", action="store_true", help="a KV slot beyond the pool")
-    args = parser.parse_args(argv)
-    if args.case:
-        return run_case(args.case, plant=args.plant)
-    sanitizer = shutil.which("compute-sanitizer") or shutil.which(
-        "compute-sanitizer", path=_CUDA_BIN
-    )
-    if not torch.cuda.is_available() or sanitizer is None:
-        missing = "a GPU" if sanitizer else "compute-sanitizer (part of the CUDA toolkit)"
-        print(f"eval.sanitize needs {missing}", file=sys.stderr)
-        return 2
-    why_not = why_no_row_tiles(torch.device("cuda"), HEADS, torch.bfloat16)
-    if why_not is not None:
-        print(f"no row tiles here: {why_not}")
-    names = ["packs"] if why_not else list(CASES)
-    return max([_checked(sanitizer, name, args.plant) for name in names])
-
-
-def _checked(sanitizer: str, name: str, plant: bool) -> int:
-    """Run one case by itself, then under the tools; 1 where something is wrong."""
-    case = [sys.executable, "-m", "eval.sanitize", "--case", name]
-    plain = subprocess.run(case, timeout=_TIMEOUT_S)  # compiles the kernels, too
-    if plain.returncode:
-        print(f"the case {name} fails without a sanitizer", file=sys.stderr)
-        return 1
-    if plant:
-        found = _sanitized(sanitizer, "memcheck", [*case, "--plant"]) != 0
-        print(f"{name}, planted slot beyond the pool: {'found' if found else 'NOT FOUND'}")
-        return 0 if found else 1
-    return 1 if any([_sanitized(sanitizer, tool, case) for tool in TOOLS]) else 0
-
-
-def _sanitized(sanitizer: str, tool: str, case: list[str]) -> int:
-    """Count the errors that a tool reports for the case; print its summary, and the report of any.
-    A tool that did not finish counts as an error, unless a planted fault was the reason."""
-    # One allocation per tensor: inside PyTorch's large blocks an access out of bounds looks valid.
-    env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    command = [sanitizer, "--tool", tool, "--error-exitcode", str(_FOUND), *case]
-    done = subprocess.run(
-        command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        timeout=_TIMEOUT_S,
-    )  # fmt: skip
-    summary = re.findall(r"={4,} (?:ERROR|RACECHECK) SUMMARY: (\d+) .*", done.stdout)
-    lines = [line for line in done.stdout.splitlines() if "SUMMARY" in line]
-    print(f"{tool}: exit status {done.returncode}; {lines[-1] if lines else 'no summary'}")
-    errors = int(summary[-1]) if summary else 0
-    if errors or (done.returncode and "--plant" not in case):
-        print("\n".join(done.stdout.splitlines()[:60]))
-    if "--plant" in case:
-        return errors
-    return errors or done.returncode or (0 if summary else 1)
 
 
 def run_case(name: str, plant: bool = False, device: str = "cuda") -> int:
@@ -180,7 +108,3 @@ def _slots(paths: PathTable) -> tuple[torch.Tensor, int]:
         table[row, length - tail : length] = slots[used : used + tail]
         used += tail
     return torch.from_numpy(table), num_slots
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
