@@ -25,7 +25,9 @@ def register() -> None:
     from sgl_prefix_attn.metrics.counters import StepCounters
     from sgl_prefix_attn.step.extend import ExtendPreparer
 
-    prepare, draft = ExtendPreparer.prepare, StepCounters.draft
+    prepare, pass_over = ExtendPreparer.prepare, ExtendPreparer.pass_over
+    draft = StepCounters.draft
+    verified = [0]  # tokens a request of the last batch that was looked at to be verified
     counts: dict[int | str, Counter] = defaultdict(Counter)
     file = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
@@ -37,17 +39,26 @@ def register() -> None:
             # the engine ten times as long, and the engine beside it counts nothing.
             os.pwrite(file, json.dumps(counts).encode(), 0)
 
-    def counting(self, batch, query_lens, *against):
-        step = prepare(self, batch, query_lens, *against)
+    def counting(self, batch, query_lens, against=None, verifies=False):
+        step = prepare(self, batch, query_lens, against, verifies)
         if query_lens.min() == query_lens.max():
             count(int(query_lens[0]), step.decision)
+        if verifies:
+            verified[0] = int(query_lens[0])
         return step
+
+    def counting_passed_over(self):
+        decision = pass_over(self)
+        if decision is not None:
+            count(verified[0], decision)
+        return decision
 
     def counting_rounds(self, decision):
         draft(self, decision)
         count(DRAFTS, decision)
 
-    ExtendPreparer.prepare, StepCounters.draft = counting, counting_rounds
+    ExtendPreparer.prepare, ExtendPreparer.pass_over = counting, counting_passed_over
+    StepCounters.draft = counting_rounds
 
 
 def read(target: Path, key: int | str) -> dict[str, int]:

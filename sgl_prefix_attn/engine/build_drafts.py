@@ -35,8 +35,8 @@ def plan_drafts(runner, topk: int, stock):
         return _left_alone(stock, why_not)
     heads = model_facts.head_config(runner)
     # The plan of a round holds its first step's tokens, and grows by those of the others.
-    settings = replace(settings, headroom=len(stock.attn_backends) - 1, dump="")
-    execution = build(runner, heads, settings)
+    settings = replace(settings, dump="")
+    execution = build(runner, heads, replace(settings, headroom=len(stock.attn_backends) - 1))
     if runner.device != "cpu" and not isinstance(execution.planner, RowTilePlanner):
         return _left_alone(stock, "failed_at_start")
     logger.info("--attention-backend prefix: decode steps of the draft model run plans")

@@ -173,6 +173,8 @@ class Extends:
         self._verifies = forward_batch.forward_mode.is_target_verify()
         if not (self._kinds.verify if self._verifies else self._kinds.prefill):
             return
+        if self._verifies and self._preparer.pass_over() is not None:
+            return
         try:
             batch_asks = asked(forward_batch)
         except Exception as error:

@@ -8,7 +8,8 @@ one new token of each request. SGLang has a backend of such a round with a child
     in the graph (or eager)            init_forward_metadata_in_graph   the round begins
     every layer of step i              attn_backends[i].forward         write KV, run the plan
 
-No plan outlives its round: what it drafts may be rejected.
+No plan outlives its round: what it drafts may be rejected. The GPU waits for the host between
+rounds, so after one that stock kernels run the next ones are not even looked at.
 """
 
 import copy
@@ -94,12 +95,13 @@ class PlannedDrafts:
         pool = self._runner.req_to_token_pool
         if self.can_run_prefix and schedule_batch.req_to_token_pool is not pool:
             self._only_stock("draft_cache")  # the tree does not know its slots
-        self._steps.lifetime.invalidate("lengths")
+        if (decision := self._steps.pass_over()) is not None:
+            self.counters.draft(decision)
+            return
+        seq_lens = forward_batch.seq_lens_cpu.numpy() + 1  # with the first step's token
+        self._steps.lengths_jumped(seq_lens)
         batch = RunningBatch(
-            schedule_batch.reqs,
-            schedule_batch.tree_cache,
-            forward_batch.seq_lens_cpu.numpy() + 1,  # with the first step's token
-            pool.req_to_token,
+            schedule_batch.reqs, schedule_batch.tree_cache, seq_lens, pool.req_to_token
         )
         try:
             step = self._steps.prepare(batch)

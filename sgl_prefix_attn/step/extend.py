@@ -88,7 +88,7 @@ class ExtendPreparer:
         self._least_saving_us = least_saving_us
         self._agree = agree
         self._prefix_batches = 0
-        # What was decided of drafts that stock kernels verify, and for how many more batches.
+        # What a look at drafts gave to stock kernels, and for how many batches before another.
         self._stock = Decision(STOCK, "no_batch")
         self._stock_batches_left = 0
 
@@ -105,14 +105,20 @@ class ExtendPreparer:
         against     what else stands against a plan of this batch
         verifies    it verifies drafts
         """
-        plan = None
-        try:
-            with self._counters.evaluation(EXTENDED):
-                decision, plan = self._evaluate(batch, query_lens, against, verifies)
-        except Exception as error:
-            decision = self._fallback(reason_of(error), error)
-        if verifies and not self._agree(plan is not None) and plan is not None:
-            decision, plan = Decision(STOCK, "other_rank"), None
+        known, plan = self._known(batch, query_lens, against), None
+        if known is not None:
+            decision = known
+        else:
+            try:
+                with self._counters.evaluation(EXTENDED):
+                    decision, plan = self._look(batch, query_lens)
+            except Exception as error:
+                decision = self._fallback(reason_of(error), error)
+        if verifies:
+            if not self._agree(plan is not None) and plan is not None:
+                decision, plan = Decision(STOCK, "other_rank"), None
+            if plan is None and known is None:
+                self._stock, self._stock_batches_left = decision, STOCK_STEPS - 1
         self._counters.extend(decision)
         check = False
         if plan is not None and self._settings.check:
@@ -125,6 +131,16 @@ class ExtendPreparer:
         self._counters.extend(self._fallback("unknown_batch", error))
         if verifies:
             self._agree(False)
+
+    def pass_over(self) -> Decision | None:
+        """Return the decision for stock kernels of a batch that verifies and is not looked at,
+        because one before it was; None for a batch to prepare."""
+        if self._stock_batches_left == 0 or self._settings.check:
+            return None
+        self._stock_batches_left -= 1
+        self._agree(False)
+        self._counters.extend(self._stock)
+        return self._stock
 
     def only_stock(self, reason: str) -> None:
         """Let no batch from now on run a plan."""
@@ -141,29 +157,21 @@ class ExtendPreparer:
         )
         return Decision(STOCK, reason)
 
-    def _evaluate(
-        self, batch: RunningBatch, query_lens: np.ndarray, against: str | None, verifies: bool
-    ) -> tuple[Decision, RowTilePlan | None]:
-        policy = self._settings.policy
+    def _known(
+        self, batch: RunningBatch, query_lens: np.ndarray, against: str | None
+    ) -> Decision | None:
+        """Decide without a look at the tree, where that can be."""
         against = self._problem or unsupported_tree(batch.tree_cache) or against
         if against is None and self._predicts and query_lens.mean() >= self._planner.tile_queries:
             against = "full_tiles"  # each request fills tiles alone; planning them takes longest
-        if against is not None or policy == STOCK:
-            return decide_extend(policy, against, False, None), None
-        if not verifies:
-            return self._decide(batch, query_lens)
-        if self._stock_batches_left > 0 and not self._settings.check:
-            self._stock_batches_left -= 1
-            return self._stock, None
-        decision, plan = self._decide(batch, query_lens)
-        if plan is None:
-            self._stock, self._stock_batches_left = decision, STOCK_STEPS - 1
-        return decision, plan
+        if against is None and self._settings.policy != STOCK:
+            return None
+        return decide_extend(self._settings.policy, against, False, None)
 
-    def _decide(
+    def _look(
         self, batch: RunningBatch, query_lens: np.ndarray
     ) -> tuple[Decision, RowTilePlan | None]:
-        """Read the tree and decide; a plan where it runs one."""
+        """Read the tree and decide; a plan where one runs."""
         policy, forest = self._settings.policy, self._read(batch, query_lens)
         shares = forest.parent.size > 0
         decision = decide_extend(policy, None, shares, None)

@@ -73,6 +73,11 @@ class PlanLifetime:
         self._next_lens += 1
         self._appends_left -= 1
 
+    def jumped(self, seq_lens: np.ndarray) -> None:
+        """Accept lengths that grew by several tokens each, where no plan had to hold them."""
+        if self._next_lens.size == seq_lens.size:
+            self._next_lens = seq_lens.copy()
+
     def invalidate(self, cause: str) -> None:
         """Make the next step plan anew and report this cause."""
         if self._invalid is None:

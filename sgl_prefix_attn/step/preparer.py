@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.metrics.step_count import StepCount
 from sgl_prefix_attn.paths.readers import reader_of, unsupported_tree
@@ -132,6 +134,23 @@ class StepPreparer:
         if check:
             self._count.interrupt()
         return Step(decision, plan, cross_check=check)
+
+    def pass_over(self) -> Decision | None:
+        """Return the decision for stock kernels of a step that is neither looked at nor counted,
+        because one before it was; None for a step to prepare."""
+        if self._stock_steps_left == 0 or self.settings.check:
+            return None
+        self._stock_steps_left -= 1
+        self._steps += 1
+        return self._stock
+
+    def lengths_jumped(self, seq_lens: np.ndarray) -> None:
+        """Note that each request of the batch has grown by several tokens since its last step: a
+        plan did not get them, but a decision for stock kernels stands."""
+        if self._evaluated.variant == PREFIX:
+            self.lifetime.invalidate("lengths")
+        else:
+            self.lifetime.jumped(seq_lens)
 
     def interrupt(self) -> None:
         """Note that a forward pass runs that is no step of this preparer."""

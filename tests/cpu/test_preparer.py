@@ -221,6 +221,45 @@ def test_a_plan_of_one_round_must_be_worth_making(world):
     assert step.decision == Decision("stock", "saves_too_little") and step.new_plan is None
 
 
+def test_steps_are_passed_over_while_a_decision_for_stock_kernels_stands(world):
+    times = Times(stock=10.0, prefix=20.0)
+    steps = preparer(predictor=times)
+    assert steps.pass_over() is None, "nothing is known"
+    for _ in range(2):
+        assert run(steps, world, 1).decision == SLOWER
+        assert [steps.pass_over() for _ in range(STOCK_STEPS)] == [SLOWER] * (STOCK_STEPS - 1) + [
+            None
+        ]
+    assert steps.counters.steps == {SLOWER: 2}, "those of a preparer that counts are prepared"
+    times.stock_us = 60.0
+    world.reqs.pop()
+    assert run(steps, world, 1).decision == FASTER, "held for as many steps as have passed"
+    assert steps.pass_over() is None
+    checked = preparer(Settings(check=True), predictor=Times(stock=10.0, prefix=20.0))
+    run(checked, world, 1)
+    assert checked.pass_over() is None
+
+
+def test_lengths_that_jump_make_a_plan_anew_and_leave_a_decision_for_stock_kernels(world):
+    times = Times(stock=10.0, prefix=20.0)
+    steps = preparer(predictor=times)
+
+    def looks(grown):
+        asked = len(times.asked)
+        while steps.pass_over() is not None:
+            pass
+        steps.lengths_jumped(world.seq_lens(grown))
+        run(steps, world, grown)
+        return len(times.asked) - asked
+
+    assert [looks(grown) for grown in (1, 4, 5, 9)] == [1, 0, 0, 0]
+    gone = world.reqs.pop()
+    assert looks(10) == 1, "other requests"
+    times.stock_us = 60.0
+    world.reqs.append(gone)
+    assert [looks(grown) for grown in (13, 15, 18)] == [1, 1, 1], "plans do not get the tokens"
+
+
 def test_unique_tokens_of_a_stock_step_are_known_where_the_batch_was_evaluated(world):
     steps = preparer(predictor=Times(stock=10.0, prefix=20.0))
     for grown in range(1, STOCK_STEPS + 2):

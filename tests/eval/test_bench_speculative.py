@@ -124,6 +124,7 @@ def test_batches_are_counted_by_tokens_and_decision(monkeypatch, tmp_path):
     monkeypatch.setenv(verify_steps.ENV, str(target))
     answers = [Decision(PREFIX, "forced")] * 6 + [Decision(STOCK, "unshared")] * 3
     monkeypatch.setattr(ExtendPreparer, "prepare", lambda *_: Step(answers.pop(0)))
+    monkeypatch.setattr(ExtendPreparer, "pass_over", ExtendPreparer.pass_over)
     monkeypatch.setattr(StepCounters, "draft", StepCounters.draft)
     verify_steps.register()
     preparer = object.__new__(ExtendPreparer)
@@ -138,10 +139,27 @@ def test_batches_are_counted_by_tokens_and_decision(monkeypatch, tmp_path):
     assert verify_steps.read(target, 1) == {"prefix:forced": 1}
 
 
+def test_batches_that_are_passed_over_are_counted_with_the_last_one_verified(monkeypatch, tmp_path):
+    target, stock = tmp_path / "verify.json", Decision(STOCK, "unshared")
+    monkeypatch.setenv(verify_steps.ENV, str(target))
+    monkeypatch.setattr(ExtendPreparer, "prepare", lambda *_: Step(stock))
+    passed = [None, *[stock] * 6, None]
+    monkeypatch.setattr(ExtendPreparer, "pass_over", lambda _: passed.pop(0))
+    monkeypatch.setattr(StepCounters, "draft", StepCounters.draft)
+    verify_steps.register()
+    preparer = object.__new__(ExtendPreparer)
+    for lens, verifies in (([4, 4], True), ([8, 8], False)):
+        preparer.prepare(None, np.array(lens, np.int32), None, verifies)
+    assert [preparer.pass_over() for _ in range(8)] == [None, *[stock] * 6, None]
+    preparer.prepare(None, np.array([4, 4], np.int32), None, True)
+    assert verify_steps.read(target, 4) == {"stock:unshared": 8}
+
+
 def test_rounds_of_draft_steps_are_counted_beside_them(monkeypatch, tmp_path):
     target, counters = tmp_path / "verify.json", StepCounters()
     monkeypatch.setenv(verify_steps.ENV, str(target))
     monkeypatch.setattr(ExtendPreparer, "prepare", ExtendPreparer.prepare)
+    monkeypatch.setattr(ExtendPreparer, "pass_over", ExtendPreparer.pass_over)
     monkeypatch.setattr(StepCounters, "draft", StepCounters.draft)
     verify_steps.register()
     for reason in ["forced"] * 7 + ["held"]:

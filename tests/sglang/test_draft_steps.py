@@ -13,7 +13,7 @@ from sgl_prefix_attn.engine import build_drafts
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.records import Decision
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.step.policy import PLAN_US
+from sgl_prefix_attn.step.policy import PLAN_US, STOCK_STEPS
 from tests.sglang.fake_drafts import LAYERS, STEPS, Drafts
 from tests.sglang.fake_graph_runner import labels
 from tests.support.fake_sglang import LMCRadixCache
@@ -79,8 +79,18 @@ def test_a_round_must_save_what_its_plan_costs(monkeypatch, saved_us, decision):
     times = Times(stock=1.0 + saved_us / (LAYERS * (STEPS - 1)), prefix=1.0)
     monkeypatch.setattr(build_drafts, "build", lambda *args: replace(build(*args), predictor=times))
     drafts = Drafts(monkeypatch)
-    drafts.round()
-    assert drafts.backend.counters.drafts == {decision: 1}
+    for _ in range(2 * STOCK_STEPS):
+        drafts.round(3)
+    assert drafts.backend.counters.drafts == {decision: 2 * STOCK_STEPS}
+    # What stock kernels draft is not evaluated again until other requests run, whatever was
+    # accepted, and then after some rounds.
+    evaluated = 2 * STOCK_STEPS if decision.variant == "prefix" else 1
+    assert len(times.asked) == evaluated
+    drafts.world.reqs.reverse()
+    drafts.grown = drafts.grown.flip(0)
+    for _ in range(STOCK_STEPS):
+        drafts.round()
+    assert len(times.asked) == evaluated + (STOCK_STEPS if decision.variant == "prefix" else 1)
 
 
 def test_other_requests_and_another_order(start):
