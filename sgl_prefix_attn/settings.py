@@ -53,8 +53,7 @@ class Settings:
         "With 1, where `prefix` is the prefill backend, too: extend batches whose requests share "
         "cached prefixes run row tiles where that is predicted to be faster, and so do batches "
         "that verify drafts, and a draft model's decode steps, which need no variable with "
-        "`--speculative-attention-mode decode`. Off by default: on an H200 first tokens gain "
-        "nothing.",
+        "`--speculative-attention-mode decode`. Off by default: first tokens gain little.",
     )
     headroom: int = _variable(
         64,
