@@ -10,6 +10,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.records import Decision
+from sgl_prefix_attn.step.policy import STOCK_STEPS
 from tests.sglang.fake_server import PLAIN_SERVER, Server
 from tests.sglang.test_verify import PREFIX, VerifyRunner, eager, expected, verify_batch
 
@@ -174,12 +175,17 @@ def test_a_plan_is_not_for_a_batch_whose_lengths_the_host_lacks(chains, in_graph
     chains.step()
 
 
-def test_a_step_that_cannot_be_planned_is_stock_alone(chains, in_graphs, monkeypatch):
+def test_steps_are_stock_for_a_while_after_one_that_could_not_be_planned(
+    chains, in_graphs, monkeypatch
+):
     with monkeypatch.context() as patched:
         patched.setattr(RowTilePlanner, "plan_forest", lambda *_: 1 / 0)
         batch = chains.batch()
         chains.server.observe(batch)
     assert chains.attend_unobserved(batch) == STOCK_CALLS[in_graphs]
+    for _ in range(STOCK_STEPS - 1):  # nothing is accepted: the fake stock backend writes no KV
+        chains.server.observe(batch := chains.batch())
+        assert chains.attend_unobserved(batch) == STOCK_CALLS[in_graphs]
     chains.step()
     failed = Decision("stock", "planner_error")
-    assert chains.server.backend.counters.extends == {PREFIX: 2, failed: 1}
+    assert chains.server.backend.counters.extends == {PREFIX: 2, failed: STOCK_STEPS}
