@@ -148,7 +148,7 @@ def backend_env(backend: str) -> dict[str, str]:
 
 def folder_name(backend: str) -> str:
     """Name a folder for a backend, one that may stand on a search path."""
-    return backend.replace("/", "-").replace(":", "-")
+    return backend.translate(str.maketrans("/:+", "---"))
 
 
 def uses_prefix(backend: str) -> bool:

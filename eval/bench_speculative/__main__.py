@@ -69,9 +69,12 @@ def _run(folder: Path, stack: contextlib.ExitStack, args, workload: Workload) ->
         home = folder / folder_name(backend)
         counts[backend] = home / "verify.json"
         env = {"SGLANG_SIMULATE_ACC_LEN": str(accepted), verify_steps.ENV: str(counts[backend])}
-        plugin = verify_steps.__name__ if uses_prefix(backend) else None
-        own = arguments | verifying_arguments(backend)
-        engines[backend] = start(stack, backend, home, own, plugin=plugin, env=env)
+        attention, _, drafts = backend.partition("+")
+        plugin = verify_steps.__name__ if uses_prefix(attention) else None
+        own = arguments | verifying_arguments(attention)
+        if drafts:
+            own["speculative_draft_attention_backend"] = drafts
+        engines[backend] = start(stack, attention, home, own, plugin=plugin, env=env)
     wait_until_up(engines)
     vocab_size = SHAPES[args.model_shape]["vocab_size"]
     samples = alternate(
@@ -109,7 +112,6 @@ def draft_arguments(folder: Path, shape: str, tokens: int) -> dict:
     return {
         "speculative_algorithm": "EAGLE",
         "speculative_draft_model_path": str(write_config(folder, shape, **eagle)),
-        "speculative_draft_attention_backend": "flashinfer",
         "speculative_num_steps": tokens - 1,
         "speculative_eagle_topk": 1,
         "speculative_num_draft_tokens": tokens,
@@ -146,7 +148,7 @@ def _parse(argv: list[str]):
     parser.add_argument(
         "--backends",
         default="flashinfer,prefix/prefix",
-        help="first: baseline; such as fa3,fa3/prefix",
+        help="first: baseline; such as fa3,fa3/prefix; BACKEND+DRAFTS: drafts by another",
     )
     parser.add_argument("--workload", default="shared8k", help="a name, or 64x8192+256")
     parser.add_argument("--speculative", type=speculative, default="4:3", help="DRAFTED:ACCEPTED")

@@ -253,7 +253,7 @@ def test_names_of_backends_and_of_model_shapes(tmp_path):
     assert backend_env("prefix:triton") == {"SGL_PREFIX_ATTN_KERNELS": "triton"}
     assert backend_env("prefix") == backend_env("fa3") == {}
     assert uses_prefix("fa3/prefix:triton") and names_prefix("prefix:row_tiles")
-    assert folder_name("fa3/prefix:triton") == "fa3-prefix-triton"
+    assert folder_name("fa3/prefix:triton+fa3") == "fa3-prefix-triton-fa3"
     assert uses_prefix("prefix") and uses_prefix("fa3/prefix") and not uses_prefix("prefix/fa3")
     assert names_prefix("prefix/fa3") and names_prefix("fa3/prefix") and not names_prefix("fa3")
 

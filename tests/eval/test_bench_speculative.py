@@ -30,10 +30,11 @@ ROUNDS = {"prefix:predicted_faster": 3, "stock:predicted_slower": 5}
 @pytest.fixture
 def engines(monkeypatch):
     """Engines in which a step takes SECONDS and accepts `accepted` tokens; what they were given."""
-    made = SimpleNamespace(accepted=3.0, arguments={}, env={})
+    made = SimpleNamespace(accepted=3.0, arguments={}, env={}, each=[])
 
     def start(stack, backend, home, arguments, plugin, env):
         made.arguments[backend], made.env[backend] = arguments, env
+        made.each.append(arguments)
         assert (plugin == "eval.bench_speculative.verify_steps") == uses_prefix(backend)
         if plugin:
             home.mkdir()
@@ -78,7 +79,6 @@ def test_all_engines_draft_alike(engines):
     assert chosen.pop("speculative_draft_model_path") != stock["model_path"]
     assert chosen == {
         "speculative_algorithm": "EAGLE",
-        "speculative_draft_attention_backend": "flashinfer",
         "speculative_num_steps": 4,
         "speculative_eagle_topk": 1,
         "speculative_num_draft_tokens": 5,
@@ -89,6 +89,14 @@ def test_prefix_verifies_behind_another_prefill_backend(engines):
     assert bench.main([*ARGS, "--backends", "fa3,fa3/prefix"]) == 0
     stock, prefix = engines.arguments.values()
     assert prefix == stock | {"speculative_attention_mode": "decode"}
+
+
+def test_drafts_may_have_a_backend_of_their_own(engines):
+    backends = {"fa3": None, "fa3+flashinfer": "flashinfer", "fa3/prefix+fa3": "fa3"}
+    assert bench.main([*ARGS, "--backends", ",".join(backends)]) == 0
+    asked = [x.get("speculative_draft_attention_backend") for x in engines.each]
+    assert asked == list(backends.values())
+    assert list(engines.arguments) == ["fa3", "fa3/prefix"], "what SGLang calls them"
 
 
 def test_the_draft_has_one_layer_of_the_targets_shape(tmp_path):
