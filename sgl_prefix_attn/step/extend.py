@@ -18,8 +18,9 @@ from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.plan.row_tile_words import RowTilePlan
 from sgl_prefix_attn.records import PREFIX, STOCK, Decision, Forest, Prediction
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.step.policy import STOCK_STEPS, compare
+from sgl_prefix_attn.step.policy import compare
 from sgl_prefix_attn.step.preparer import Step, reason_of
+from sgl_prefix_attn.step.standing_stock import StandingStock
 
 # Predicted stock time over ours from which a batch goes through a plan. The planner's time is up to
 # 16 % short where arithmetic bounds tiles of 128 rows (eval/results/multi_token_h200.json).
@@ -88,9 +89,7 @@ class ExtendPreparer:
         self._least_saving_us = least_saving_us
         self._agree = agree
         self._prefix_batches = 0
-        # What a look at drafts gave to stock kernels, and for how many batches before another.
-        self._stock = Decision(STOCK, "no_batch")
-        self._stock_batches_left = 0
+        self._stock = StandingStock(settings)  # of batches that verify
 
     def prepare(
         self,
@@ -118,7 +117,7 @@ class ExtendPreparer:
             if not self._agree(plan is not None) and plan is not None:
                 decision, plan = Decision(STOCK, "other_rank"), None
             if plan is None and known is None:
-                self._stock, self._stock_batches_left = decision, STOCK_STEPS - 1
+                self._stock.keep(decision)
         self._counters.extend(decision)
         check = False
         if plan is not None and self._settings.check:
@@ -135,12 +134,11 @@ class ExtendPreparer:
     def pass_over(self) -> Decision | None:
         """Return the decision for stock kernels of a batch that verifies and is not looked at,
         because one before it was; None for a batch to prepare."""
-        if self._stock_batches_left == 0 or self._settings.check:
-            return None
-        self._stock_batches_left -= 1
-        self._agree(False)
-        self._counters.extend(self._stock)
-        return self._stock
+        standing = self._stock.take()
+        if standing is not None:
+            self._agree(False)
+            self._counters.extend(standing)
+        return standing
 
     def only_stock(self, reason: str) -> None:
         """Let no batch from now on run a plan."""

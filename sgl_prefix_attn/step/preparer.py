@@ -21,7 +21,8 @@ from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.step.decision_dump import DecisionDump
 from sgl_prefix_attn.step.evaluate import StepPlanner, TimePredictor, evaluate
 from sgl_prefix_attn.step.plan_lifetime import PlanLifetime
-from sgl_prefix_attn.step.policy import STOCK_STEPS, BatchFacts, decide
+from sgl_prefix_attn.step.policy import BatchFacts, decide
+from sgl_prefix_attn.step.standing_stock import StandingStock
 
 _UNDECIDED = Decision(STOCK, "no_batch")
 _FAULTS: dict[type[Exception], str] = {
@@ -92,9 +93,7 @@ class StepPreparer:
         self._least_saving_us = least_saving_us
         self._standing: dict[tuple, tuple[BatchFacts, Decision]] = {}
         self._evaluated = _UNDECIDED  # the last evaluation's
-        # What an evaluation gave to stock kernels, and for how many steps before there is another.
-        self._stock = _UNDECIDED
-        self._stock_steps_left = 0
+        self._stock = StandingStock(settings)
         self._running: str | None = None  # variant of the last step ...
         self._steps = 0  # ... and for how many steps without a break
         self._prefix_steps = 0
@@ -105,15 +104,15 @@ class StepPreparer:
         size = len(batch.reqs)
         facts, decision = self._standing_facts(batch.tree_cache, size)
         plan, known = None, False
-        if decision.variant == PREFIX and self._stock_steps_left > 0 and not self.settings.check:
-            self._stock_steps_left -= 1
+        standing = self._stock.take() if decision.variant == PREFIX else None
+        if standing is not None:
             self.lifetime.stepped()
-            decision = self._stock
+            decision = standing
         elif decision.variant == PREFIX:
             decision, plan = self._evaluate_if_stale(facts, batch)
             known = decision is self._evaluated
             if decision.variant != PREFIX:
-                self._stock, self._stock_steps_left = decision, STOCK_STEPS - 1
+                self._stock.keep(decision)
         self._steps = self._steps + 1 if self._running == decision.variant else 1
         self._running = decision.variant
         if known:
@@ -138,11 +137,10 @@ class StepPreparer:
     def pass_over(self) -> Decision | None:
         """Return the decision for stock kernels of a step that is neither looked at nor counted,
         because one before it was; None for a step to prepare."""
-        if self._stock_steps_left == 0 or self.settings.check:
-            return None
-        self._stock_steps_left -= 1
-        self._steps += 1
-        return self._stock
+        standing = self._stock.take()
+        if standing is not None:
+            self._steps += 1
+        return standing
 
     def lengths_jumped(self, seq_lens: np.ndarray) -> None:
         """Note that each request of the batch has grown by several tokens since its last step: a
