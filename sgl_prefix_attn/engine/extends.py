@@ -35,7 +35,6 @@ from sgl_prefix_attn.predict.prefill_time import PrefillTime
 from sgl_prefix_attn.records import PREFIX, Decision, HeadConfig
 from sgl_prefix_attn.settings import BACKEND_NAME, Settings
 from sgl_prefix_attn.step.extend import ExtendPreparer
-from sgl_prefix_attn.step.policy import PLAN_US
 from sgl_prefix_attn.step.preparer import Step
 
 logger = logging.getLogger(__name__)
@@ -113,7 +112,7 @@ def build_extends(
         counters,
         predictor=None if device.type == "cpu" else PrefillTime(heads),
         problem=model_facts.unsupported_extend(runner),
-        least_saving_us=PLAN_US / len(model_facts.attention_layers(runner)),
+        least_saving_us=model_facts.least_saving_us(runner),
         agree=agreement(),
     )
     logger.info("--attention-backend prefix: row tiles serve %s batches of shared prefixes", kinds)

@@ -4,6 +4,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from sgl_prefix_attn.engine import sglang_config
 from sgl_prefix_attn.records import HeadConfig
+from sgl_prefix_attn.step.policy import PLAN_US
 
 # Whose draft models run decode steps of their own, as speculative() names them.
 DRAFT_IN_STEPS = ("speculative:EAGLE", "speculative:EAGLE3", "speculative:STANDALONE")
@@ -11,6 +12,12 @@ DRAFT_IN_STEPS = ("speculative:EAGLE", "speculative:EAGLE3", "speculative:STANDA
 
 def attention_layers(runner) -> list[RadixAttention]:
     return [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
+
+
+def least_saving_us(runner, passes: int = 1) -> float:
+    """Return what a plan must save per layer that serves so many passes of the model: what it costs
+    the host."""
+    return PLAN_US / (len(attention_layers(runner)) * passes)
 
 
 def head_config(runner) -> HeadConfig:

@@ -22,14 +22,13 @@ from sgl_prefix_attn.engine import sglang_config
 from sgl_prefix_attn.engine.build import Execution, padding_plan
 from sgl_prefix_attn.engine.draft_step import DraftStep
 from sgl_prefix_attn.engine.graph_variants import GraphVariants
-from sgl_prefix_attn.engine.model_facts import attention_layers
+from sgl_prefix_attn.engine.model_facts import least_saving_us
 from sgl_prefix_attn.engine.planned_layer import must_raise, padded_output
 from sgl_prefix_attn.engine.ranks import agreement
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.paths.tree_reader import RunningBatch
 from sgl_prefix_attn.records import PREFIX, Decision, HeadConfig
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.step.policy import PLAN_US
 from sgl_prefix_attn.step.preparer import Step, StepPreparer
 
 logger = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ class PlannedDrafts:
             padded_size=self.variants.padded_size,
             agree=agreement(),
             kind="draft",
-            least_saving_us=PLAN_US / (len(attention_layers(runner)) * len(stock.attn_backends)),
+            least_saving_us=least_saving_us(runner, passes=len(stock.attn_backends)),
         )
         self.can_run_prefix = True
         self._capture = Step(Decision(PREFIX, "capture"), padding_plan(execution.planner))
