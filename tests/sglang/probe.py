@@ -113,7 +113,8 @@ def _record_steps(preparer, steps: Path, fault_file: Path):
         fault = _read(fault_file)
         nth = nth_step[fault] = nth_step.get(fault, -1) + 1
         if nth == 0:
-            self._stock_steps_left = 0  # of the scenario before
+            # What stands is of the scenario before.
+            self._stock = type(self._stock)(self.settings)
         settings = self.settings
         if _forces_stock(fault, nth):
             self.settings = dataclasses.replace(settings, policy="stock")

@@ -42,6 +42,7 @@ def test_a_planner_error_costs_the_gain_and_not_the_output(engines, expected):
 
 def test_five_stock_steps_then_a_prefix_step(engines, expected):
     run = engines.run(FAULTS)
+    assert ("stock", "planner_error") not in decisions(run, "stock:6:11")  # of the one before
     steps = run.steps["siblings", "stock:6:11"]
     assert [step["variant"] for step in steps[5:12]] == ["prefix"] + ["stock"] * 5 + ["prefix"]
     assert steps[11]["causes"] == ["lengths"]
