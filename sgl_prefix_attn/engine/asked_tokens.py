@@ -5,6 +5,9 @@ SGLang drafts n-grams on the host and hands the backend their masks on the devic
 (patches/ngram_drafts.py) leaves those of the host here.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 
 # Of the n-gram drafts made last, until the batch that verifies them is observed.
@@ -17,22 +20,51 @@ def ngrams_drafted(masks: np.ndarray) -> None:
     _ngram_masks[:] = [masks]
 
 
-def asked(forward_batch) -> tuple[np.ndarray, np.ndarray, str | None] | None:
-    """Return seq_lens int [B], new tokens included, query_lens int32 [B] and what stands against a
-    plan; None for a batch that neither extends nor verifies, or whose lengths the host lacks."""
-    mode, seq_lens = forward_batch.forward_mode, forward_batch.seq_lens_cpu
-    if seq_lens is None:
-        return None
+@dataclass(frozen=True)
+class Asked:
+    """What a batch asks.
+
+    seq_lens    int [B] KV tokens of each request, new ones included
+    query_lens  int32 [B] new tokens of each request
+    against     what stands against a plan, or None
+    is_exact    as RunningBatch.is_exact
+    """
+
+    seq_lens: np.ndarray
+    query_lens: np.ndarray
+    against: str | None = None
+    is_exact: bool = True
+
+
+def committed(forward_batch, reqs: Sequence) -> tuple[np.ndarray, bool]:
+    """Return the KV tokens of each request before its drafts, int [B], and whether they are exact.
+
+    Where SGLang has not waited for the lengths of speculative decoding, the host knows a request's
+    tokens as of the last results that it has processed.
+    """
+    if forward_batch.seq_lens_cpu is not None:
+        return forward_batch.seq_lens_cpu.numpy(), True
+    return np.array([req.seqlen for req in reqs], np.int64), False
+
+
+def asked(forward_batch, reqs: Sequence) -> Asked | None:
+    """Return what a batch of these requests asks; None where it neither extends nor verifies, or
+    extends and the host lacks its lengths."""
+    mode = forward_batch.forward_mode
     if mode.is_target_verify():
+        seq_lens, is_exact = committed(forward_batch, reqs)
         draft = forward_batch.spec_info
         query_lens = np.full(len(seq_lens), draft.draft_token_num, np.int32)
         # without tokens for all, they are of a ragged batch
         whole = len(forward_batch.out_cache_loc) == query_lens.sum()
         against = None if whole and _are_chains(draft, len(seq_lens)) else "verify_tree"
-        return seq_lens.numpy() + query_lens, query_lens, against
+        return Asked(seq_lens + query_lens, query_lens, against, is_exact)
     if mode.name not in ("EXTEND", "MIXED") or not forward_batch.extend_seq_lens_cpu:
         return None
-    return seq_lens.numpy(), np.array(forward_batch.extend_seq_lens_cpu, np.int32), None
+    if forward_batch.seq_lens_cpu is None:
+        return None
+    query_lens = np.array(forward_batch.extend_seq_lens_cpu, np.int32)
+    return Asked(forward_batch.seq_lens_cpu.numpy(), query_lens)
 
 
 def _are_chains(draft, batch_size: int) -> bool:

@@ -47,7 +47,7 @@ from sgl_prefix_attn.step.preparer import Step, StepPreparer
 logger = logging.getLogger(__name__)
 
 # What FlashInfer declares of itself beside SGLang's three methods; prefill and verify run on it.
-STOCK_FACTS = ("extend_dummy_seqs_capped_by_req_pool", "kv_index_translator")
+STOCK_FACTS = ("extend_dummy_seqs_capped_by_req_pool", "kv_index_translator", "max_context_len")
 _UNOBSERVED = Step(Decision(policy.STOCK, "no_batch"))
 _CAPTURE = Decision(policy.PREFIX, "capture")
 
@@ -160,6 +160,19 @@ class PrefixAttnBackend(AttentionBackend):
                 raise  # the other ranks would wait for this one's word
             logger.exception("a decode step could not be prepared")
             self._only_stock("internal_error")
+
+    @property
+    def needs_cpu_seq_lens(self) -> bool:
+        """Whether the host must know the lengths of the next batch of drafts that is verified here:
+        it makes the plan, if one is likely to run, and some stock backends need them."""
+        plans = self._extends is not None and self._extends.needs_lengths
+        return plans or self._stock_verify.needs_cpu_seq_lens
+
+    @property
+    def verify_mask(self):
+        """The mask that SGLang fills while it builds drafts, where the stock backend has one: of
+        chains, none that anybody reads."""
+        return self._stock_verify.verify_mask
 
     @property
     def counters(self) -> StepCounters:

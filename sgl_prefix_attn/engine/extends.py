@@ -159,6 +159,12 @@ class Extends:
         return self._active is not None
 
     @property
+    def needs_lengths(self) -> bool:
+        """Whether the next batch that verifies is likely to run a plan, which takes exact lengths:
+        the last one did, or was to."""
+        return self.can_verify and self._preparer.needs_lengths
+
+    @property
     def graph_is_prefix(self) -> bool:
         """Whether the decode graph of this batch or capture verifies over a plan."""
         return self._verifies and (self.observed or self._active) is not None
@@ -175,19 +181,23 @@ class Extends:
         if self._verifies and self._preparer.pass_over() is not None:
             return
         try:
-            batch_asks = asked(forward_batch)
+            batch_asks = asked(forward_batch, schedule_batch.reqs)
         except Exception as error:
             self._preparer.unreadable(error, self._verifies)
             return
         if batch_asks is None:
             return
-        seq_lens, query_lens, against = batch_asks
-        against = against or (graph_problem if self._verifies else self._prefill_graph)
-        reqs, tree_cache = schedule_batch.reqs, schedule_batch.tree_cache
-        batch = RunningBatch(reqs, tree_cache, seq_lens, self._req_to_token)
-        step = self._preparer.prepare(batch, query_lens, against, self._verifies)
+        against = batch_asks.against or (graph_problem if self._verifies else self._prefill_graph)
+        batch = RunningBatch(
+            schedule_batch.reqs,
+            schedule_batch.tree_cache,
+            batch_asks.seq_lens,
+            self._req_to_token,
+            batch_asks.is_exact,
+        )
+        step = self._preparer.prepare(batch, batch_asks.query_lens, against, self._verifies)
         if step.is_prefix:
-            self.observed, self._num_queries = step, int(query_lens.sum())
+            self.observed, self._num_queries = step, int(batch_asks.query_lens.sum())
 
     def begin(self, forward_batch) -> bool:
         """Load the observed batch's plan; whether the batch does without stock metadata."""

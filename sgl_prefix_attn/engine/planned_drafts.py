@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from sgl_prefix_attn.engine import sglang_config
+from sgl_prefix_attn.engine.asked_tokens import committed
 from sgl_prefix_attn.engine.build import Execution, padding_plan
 from sgl_prefix_attn.engine.draft_step import DraftStep
 from sgl_prefix_attn.engine.graph_variants import GraphVariants
@@ -41,8 +42,6 @@ class PlannedDrafts:
     stock     SGLang's own backend of a round's steps
     counters  count rounds, and layers that differ from stock attention
     """
-
-    needs_cpu_seq_lens = True  # plans are made on the host, whatever `stock` does without
 
     def __init__(
         self,
@@ -89,7 +88,7 @@ class PlannedDrafts:
     def observe(self, forward_batch, schedule_batch) -> None:
         """Decide and plan the round that SGLang is about to run (after ForwardBatch.init_new)."""
         self._observed = self._active = None
-        if not forward_batch.forward_mode.is_decode() or forward_batch.seq_lens_cpu is None:
+        if not forward_batch.forward_mode.is_decode():
             return
         pool = self._runner.req_to_token_pool
         if self.can_run_prefix and schedule_batch.req_to_token_pool is not pool:
@@ -97,11 +96,11 @@ class PlannedDrafts:
         if (decision := self._steps.pass_over()) is not None:
             self.counters.draft(decision)
             return
-        seq_lens = forward_batch.seq_lens_cpu.numpy() + 1  # with the first step's token
+        reqs = schedule_batch.reqs
+        lens, is_exact = committed(forward_batch, reqs)
+        seq_lens = lens + 1  # with the first step's token
         self._steps.lengths_jumped(seq_lens)
-        batch = RunningBatch(
-            schedule_batch.reqs, schedule_batch.tree_cache, seq_lens, pool.req_to_token
-        )
+        batch = RunningBatch(reqs, schedule_batch.tree_cache, seq_lens, pool.req_to_token, is_exact)
         try:
             step = self._steps.prepare(batch)
         except Exception:
@@ -113,6 +112,13 @@ class PlannedDrafts:
         self.counters.draft(step.decision)
         if step.is_prefix:
             self._observed = step
+
+    @property
+    def needs_cpu_seq_lens(self) -> bool:
+        """Whether the host must know the lengths of the next round: it makes the plan, if one is
+        likely to run, and some stock backends need them."""
+        plans = self.can_run_prefix and self._steps.needs_lengths
+        return plans or getattr(self._stock, "needs_cpu_seq_lens", True)
 
     @property
     def needs_eager_step(self) -> bool:

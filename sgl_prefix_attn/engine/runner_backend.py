@@ -28,6 +28,23 @@ def find_backend(model_runner, backend=None):
     return backend if _is_of(backend, "backend", "PrefixAttnBackend") else None
 
 
+def need_lengths(backends) -> bool:
+    """Return whether one of the backends of speculative decoding needs the lengths of the next
+    round on the host; None among them is a backend that a server does without."""
+    return any(
+        getattr(_that_verifies(backend), "needs_cpu_seq_lens", True)
+        for backend in backends
+        if backend is not None
+    )
+
+
+def _that_verifies(backend):
+    """HybridAttnBackend keeps what its backends needed when it was made."""
+    if type(backend).__name__ != "HybridAttnBackend":
+        return backend
+    return backend.decode_backend if backend.spec_attn_is_decode else backend.prefill_backend
+
+
 def _is_of(backend, module: str, name: str) -> bool:
     """Return whether this is an instance of a class of ours, whose module is loaded then."""
     loaded = sys.modules.get(f"sgl_prefix_attn.engine.{module}")

@@ -29,12 +29,15 @@ class RunningBatch(NamedTuple):
     tree_cache    SGLang's prefix cache
     seq_lens      int [B] KV tokens of each request, those that attend included
     req_to_token  int32 [rows, positions] KV slots, on SGLang's device
+    is_exact      seq_lens are the device's; else they are as of the last results that the host
+                  has processed, some tokens off: enough to decide by, but not to plan with
     """
 
     reqs: Sequence
     tree_cache: Any
     seq_lens: np.ndarray
     req_to_token: torch.Tensor
+    is_exact: bool = True
 
 
 @dataclass(frozen=True)

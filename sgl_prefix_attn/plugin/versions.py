@@ -18,6 +18,7 @@ _EVERYWHERE = (
     "draft_capture",
     "draft_graph_key",
     "draft_graph_gate",
+    "round_lengths",
 )
 
 

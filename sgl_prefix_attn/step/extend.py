@@ -18,7 +18,7 @@ from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.plan.row_tile_words import RowTilePlan
 from sgl_prefix_attn.records import PREFIX, STOCK, Decision, Forest, Prediction
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.step.policy import compare
+from sgl_prefix_attn.step.policy import LENGTHS_AWAITED, compare
 from sgl_prefix_attn.step.preparer import Step, reason_of
 from sgl_prefix_attn.step.standing_stock import StandingStock
 
@@ -90,6 +90,9 @@ class ExtendPreparer:
         self._agree = agree
         self._prefix_batches = 0
         self._stock = StandingStock(settings)  # of batches that verify
+        # The last batch that verifies was to run a plan, so the next one must have exact lengths;
+        # the same on all ranks.
+        self.needs_lengths = False
 
     def prepare(
         self,
@@ -114,9 +117,12 @@ class ExtendPreparer:
             except Exception as error:
                 decision = self._fallback(reason_of(error), error)
         if verifies:
-            if not self._agree(plan is not None) and plan is not None:
+            self.needs_lengths = self._agree(plan is not None)
+            if self.needs_lengths and not batch.is_exact:
+                decision, plan = LENGTHS_AWAITED, None
+            elif plan is not None and not self.needs_lengths:
                 decision, plan = Decision(STOCK, "other_rank"), None
-            if plan is None and known is None:
+            if known is None and not self.needs_lengths:
                 self._stock.keep(decision)
         self._counters.extend(decision)
         check = False
@@ -129,7 +135,7 @@ class ExtendPreparer:
         """Note that a batch runs stock attention because what it asks could not be told."""
         self._counters.extend(self._fallback("unknown_batch", error))
         if verifies:
-            self._agree(False)
+            self.needs_lengths = self._agree(False)
 
     def pass_over(self) -> Decision | None:
         """Return the decision for stock kernels of a batch that verifies and is not looked at,

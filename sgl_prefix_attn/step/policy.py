@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from sgl_prefix_attn.records import PREFIX, STOCK, Decision, Prediction
 
+# A plan is wanted, but has to wait for exact lengths: the next batch has them.
+LENGTHS_AWAITED = Decision(STOCK, "lengths_awaited")
+
 # Predicted stock time over prefix time from which prefix kernels run, where KV is shared and where
 # none is, by how sure the predictions are. Those of packs err by about 5 %: of the 5100 batches,
 # unseen by the fits, that these gains were tried on, 30 are slower than stock by more than 3 % and

@@ -21,7 +21,7 @@ from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.step.decision_dump import DecisionDump
 from sgl_prefix_attn.step.evaluate import StepPlanner, TimePredictor, evaluate
 from sgl_prefix_attn.step.plan_lifetime import PlanLifetime
-from sgl_prefix_attn.step.policy import BatchFacts, decide
+from sgl_prefix_attn.step.policy import LENGTHS_AWAITED, BatchFacts, decide
 from sgl_prefix_attn.step.standing_stock import StandingStock
 
 _UNDECIDED = Decision(STOCK, "no_batch")
@@ -97,6 +97,9 @@ class StepPreparer:
         self._running: str | None = None  # variant of the last step ...
         self._steps = 0  # ... and for how many steps without a break
         self._prefix_steps = 0
+        # The last step was to run a plan, so the next one must have exact lengths; the same on all
+        # ranks.
+        self.needs_lengths = False
 
     def prepare(self, batch: RunningBatch) -> Step:
         """Prepare the step about to run."""
@@ -113,6 +116,11 @@ class StepPreparer:
             known = decision is self._evaluated
             if decision.variant != PREFIX:
                 self._stock.keep(decision)
+        self.needs_lengths = decision.variant == PREFIX
+        if self.needs_lengths and not batch.is_exact:
+            self.lifetime.invalidate("lengths")  # the plan is not loaded
+            self._count.unread(LENGTHS_AWAITED, batch.seq_lens)
+            return Step(LENGTHS_AWAITED)
         self._steps = self._steps + 1 if self._running == decision.variant else 1
         self._running = decision.variant
         if known:

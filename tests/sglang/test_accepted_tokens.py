@@ -10,7 +10,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.records import Decision
-from sgl_prefix_attn.step.policy import STOCK_STEPS
+from sgl_prefix_attn.step.policy import LENGTHS_AWAITED, STOCK_STEPS
 from tests.sglang.fake_server import PLAIN_SERVER, Server
 from tests.sglang.test_verify import PREFIX, VerifyRunner, eager, expected, verify_batch
 
@@ -165,7 +165,7 @@ def test_a_plan_is_not_for_a_batch_that_was_not_observed(chains, in_graphs):
 
 def test_a_plan_is_not_for_a_batch_whose_lengths_the_host_lacks(chains, in_graphs):
     """SGLang copies them to the host, after what was accepted is known, for backends that ask."""
-    assert getattr(chains.server.backend, "needs_cpu_seq_lens", True)
+    assert chains.server.backend.needs_cpu_seq_lens
     chains.server.observe(chains.batch())  # that never runs
     unknown = chains.batch()
     unknown.seq_lens_cpu = None
@@ -173,6 +173,7 @@ def test_a_plan_is_not_for_a_batch_whose_lengths_the_host_lacks(chains, in_graph
     unknown.seq_lens_cpu = unknown.seq_lens  # for SGLang's runner
     assert chains.attend_unobserved(unknown) == STOCK_CALLS[in_graphs]
     chains.step()
+    assert chains.server.backend.counters.extends == {PREFIX: 3, LENGTHS_AWAITED: 1}
 
 
 def test_steps_are_stock_for_a_while_after_one_that_could_not_be_planned(

@@ -13,7 +13,7 @@ from sgl_prefix_attn.engine import build_drafts
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.records import Decision
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.step.policy import PLAN_US, STOCK_STEPS
+from sgl_prefix_attn.step.policy import LENGTHS_AWAITED, PLAN_US, STOCK_STEPS
 from tests.sglang.fake_drafts import LAYERS, STEPS, Drafts
 from tests.sglang.fake_graph_runner import labels
 from tests.support.fake_sglang import LMCRadixCache
@@ -246,6 +246,8 @@ def test_no_plan_for_a_round_that_was_not_seen_or_whose_lengths_are_unknown(star
     change = {"unseen": True} if how == "unseen" else {"forward": {"seq_lens_cpu": None}}
     assert stock_calls(drafts, **change) == (STOCK_REPLAY if in_graphs else STOCK_ROUND)
     drafts.assert_right()
+    counted = {PREFIX: 2} | ({LENGTHS_AWAITED: 1} if how == "lengths" else {})
+    assert drafts.backend.counters.drafts == counted
 
 
 def test_a_batch_with_slots_of_its_own_is_stock_for_good(start, caplog):
@@ -331,7 +333,7 @@ def test_drafts_that_keep_sglangs_backend_and_why(start, reason, caplog):
     ("settings", "asked", "reason"),
     [
         ({}, "flashinfer", None),
-        ({}, "fa3", "draft_backend:fa3"),
+        ({}, "triton", "draft_backend:triton"),
         ({"policy": "prefix"}, "fa3", None),
         ({"kernels": "triton"}, "flashinfer", "kernels:triton"),
         ({"strategy": "naive"}, "flashinfer", "strategy:naive"),

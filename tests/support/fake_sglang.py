@@ -41,8 +41,16 @@ class UnifiedRadixCache:
     cache_controller = linker = tree_core = None
 
 
+class Told:
+    @property
+    def seqlen(self) -> int:
+        """Tokens of the request in the results that the host has processed: one behind its cached
+        ones, whatever it has accepted since."""
+        return record_of(self).cache_protected_len + 1
+
+
 @dataclass
-class Req:
+class Req(Told):
     rid: str
     req_pool_idx: int | None
     last_node: Node | None = None
@@ -54,7 +62,7 @@ class Req:
     __eq__ = object.__eq__
 
 
-class RecordReq:
+class RecordReq(Told):
     """A request from SGLang 0.5.19 on: nodes are ids, and its KV record has the rest."""
 
     def __init__(self, rid: str, req_pool_idx: int | None):
