@@ -8,10 +8,8 @@ import numpy as np
 
 from sgl_prefix_attn.analyze.simulation import Simulated
 
-HELPS, EVEN = (
-    0.97,
-    0.995,
-)  # of FlashInfer's TPOT: below the one it helps, from the other on nothing changes
+# Of FlashInfer's TPOT: below the one it helps, from the other on nothing changes.
+HELPS, EVEN = 0.97, 0.995
 BARELY = 1.1  # reuse below which what is gained comes from elsewhere
 SHARED = 1.3  # reuse from which it is not for lack of sharing that nothing is gained
 BEHIND = 0.1  # of all requests: a server in which more are left to begin is saturated
@@ -81,16 +79,16 @@ class Findings:
         if not self.prefix.looks:
             return "It cannot help: no request generates a second token."
         ratio, reuse = self.ratio, self.prefix.reuse
-        shared = f"a KV token is that of {reuse:.2f} running requests"
-        if ratio < HELPS and reuse < BARELY:
-            return (
-                f"It will help, but not by sharing: {shared}, and TPOT is {ratio:.2f} of "
-                "FlashInfer's, whose kernels are predicted to run these lengths less evenly."
-            )
-        if ratio < HELPS:
-            return f"It will help: {shared}, and TPOT is {ratio:.2f} of FlashInfer's."
+        shared = f"on average {reuse:.2f} running requests share each KV token"
         if ratio < EVEN:
-            return f"It will help a little: {shared}, and TPOT is {ratio:.3f} of FlashInfer's."
+            helps = "It will help" if ratio < HELPS else "It will help a little"
+            tpot = f"{shared}, and TPOT is {ratio:.3f} of FlashInfer's"
+            if reuse >= BARELY:
+                return f"{helps}: {tpot}."
+            return (
+                f"{helps}, but not by sharing: {tpot}, whose kernels are predicted to run these "
+                "lengths less evenly."
+            )
         if reuse > SHARED:
             return (
                 f"It will not help: {shared}, but reading it once gains a step too little (TPOT "

@@ -11,14 +11,17 @@ from rich.text import Text
 
 from sgl_prefix_attn.analyze.findings import Findings
 from sgl_prefix_attn.analyze.simulation import Simulated
+from sgl_prefix_attn.analyze.trace import Trace
 from sgl_prefix_attn.analyze.trace_file import Reading
 
 PERIODS = 10  # rows of the table over time
 
 
-def reading_lines(reading: Reading) -> list[str]:
-    """What the file held, what of it could not be used and why."""
-    trace = reading.trace
+def reading_lines(reading: Reading, trace: Trace) -> list[str]:
+    """What the file held, what of it could not be used and why.
+
+    trace  what is simulated: the file's, or its requests at another rate
+    """
     lines = [
         f"{len(trace):,} requests over {trace.arrival[-1]:,.0f} s"
         + ("" if trace.has_arrivals else " (no arrivals: all at once; --rate spreads them)")
@@ -81,7 +84,7 @@ def _generated(run: Simulated) -> int:
 
 def _over_time(run: Simulated) -> Table:
     """Means over equal periods of the simulated time, by decode steps."""
-    table = Table("from, s", "running", "waiting", "reuse", "saved", "prefix steps",
+    table = Table("start, s", "running", "waiting", "reuse", "saved", "prefix steps",
                   box=None, pad_edge=False)  # fmt: skip
     period = run.seconds / PERIODS
     for i in range(PERIODS):

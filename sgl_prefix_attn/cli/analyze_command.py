@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from sgl_prefix_attn.cli.argument_types import amount, count
-from sgl_prefix_attn.cli.model_heads import config_and_heads, heads_on_rank, parse_heads
+from sgl_prefix_attn.cli.model_heads import add_heads, chosen_heads
 from sgl_prefix_attn.cli.named_gpus import GPUS, KERNELS, Server, server_on
 
-USAGE, INTERRUPTED = 2, 130
+USAGE = 2
 
 
 def add_parser(commands) -> None:
@@ -25,37 +25,51 @@ def add_parser(commands) -> None:
         help="JSON lines (Mooncake's, SGLang's custom data, or prompt and output_length) or "
         "a log of --log-requests",
     )
-    parser.add_argument("--gpu", choices=GPUS, default="H100", help="to predict for (H100)")
-    heads = parser.add_mutually_exclusive_group()
-    heads.add_argument("--model", type=Path, help="folder of a Hugging Face model, or config.json")
-    heads.add_argument("--heads", default="32/8", help="query/KV heads, of Llama-3.1-8B (32/8)")
-    parser.add_argument("--head-dim", type=int, default=128, help="with --heads (128)")
-    parser.add_argument("--tp", type=count, default=1, help="tensor-parallel size (1)")
-    parser.add_argument("--kernels", choices=KERNELS, default="auto", help="of prefix steps (auto)")
-    parser.add_argument("--max-running-requests", type=count, default=256, help="(256)")
     parser.add_argument(
-        "--kv-tokens", type=count, help="of the KV pool (what the GPU has room for)"
+        "--gpu", choices=GPUS, default="H100", help="GPU to predict for (default: H100)"
     )
-    parser.add_argument("--step-ms", type=amount, help="of all but attention (from the weights)")
+    add_heads(parser)
     parser.add_argument(
-        "--words", action="store_true", help="of text each word is a token, not four characters"
+        "--kernels", choices=KERNELS, default="auto", help="kernels of prefix steps (default: auto)"
     )
-    parser.add_argument("--rate", type=amount, help="requests a second (as the trace says)")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw it, needs matplotlib")
+    parser.add_argument(
+        "--max-running-requests", type=count, default=256, help="at once (default: 256)"
+    )
+    parser.add_argument(
+        "--kv-tokens", type=count, help="size of the KV pool in tokens (default: what fits)"
+    )
+    parser.add_argument(
+        "--step-ms",
+        type=amount,
+        help="milliseconds per step outside attention (default: estimated from the weights)",
+    )
+    parser.add_argument(
+        "--words",
+        action="store_true",
+        help="count each word of text as one token, instead of four characters",
+    )
+    parser.add_argument(
+        "--rate", type=amount, help="requests per second (default: as in the trace)"
+    )
+    parser.add_argument(
+        "--png", type=Path, metavar="FILE", help="write a plot to FILE (needs matplotlib)"
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0; 2 for arguments or a file that cannot be used; 130 when interrupted."""
+    """Exit status 0; 2 for arguments or a file that cannot be used."""
     try:
         analyze(args, Console(highlight=False, soft_wrap=True))
         return 0
-    except (ValueError, OSError) as error:
-        problem, status = str(error), USAGE
-    except KeyboardInterrupt:
-        problem, status = "interrupted", INTERRUPTED
+    except BrokenPipeError:
+        raise
+    except ValueError as error:
+        problem = str(error)
+    except OSError as error:
+        problem = f"{error.filename}: {error.strerror}" if error.filename else str(error)
     print(f"sgl-prefix-attn analyze: {problem}", file=sys.stderr)
-    return status
+    return USAGE
 
 
 def analyze(args: argparse.Namespace, console: Console) -> None:
@@ -79,7 +93,7 @@ def analyze(args: argparse.Namespace, console: Console) -> None:
             except ValueError as error:
                 raise ValueError(f"{args.trace}: {error}") from None
         trace = reading.trace.at_rate(args.rate) if args.rate else reading.trace
-        for line in summary.reading_lines(reading):
+        for line in summary.reading_lines(reading, trace):
             console.print(line, markup=False)
 
         def simulated(policy: str, costs):
@@ -111,9 +125,9 @@ def analyze(args: argparse.Namespace, console: Console) -> None:
 def _model(args: argparse.Namespace):
     from sgl_prefix_attn.analyze.model_costs import llama_8b, model_of
 
-    if args.model is None:
-        return llama_8b(heads_on_rank(*parse_heads(args.heads), args.head_dim, args.tp), args.tp)
-    config, heads = config_and_heads(args.model, args.tp)
+    config, heads = chosen_heads(args)
+    if config is None:
+        return llama_8b(heads, args.tp)
     try:
         return model_of(config, heads, args.tp)
     except (KeyError, TypeError) as error:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sgl_prefix_attn.cli.argument_types import count
-from sgl_prefix_attn.cli.model_heads import heads_of_model, heads_on_rank, parse_heads
+from sgl_prefix_attn.cli.model_heads import add_heads, chosen_heads
 
 POOL_TOKENS = 450_000
 _POOL_STEP = 50_000  # free memory varies a little: an interrupted run must find the same pool again
@@ -32,18 +32,16 @@ class Gpu:
 
 def add_parser(commands) -> None:
     parser = commands.add_parser(
-        "calibrate", help="measure this GPU (minutes); an interrupted run goes on where it was"
+        "calibrate", help="measure this GPU (minutes); an interrupted run resumes"
     )
-    heads = parser.add_mutually_exclusive_group()
-    heads.add_argument("--model", type=Path, help="folder of a Hugging Face model, or config.json")
-    heads.add_argument("--heads", default="32/8", help="query/KV heads of the model (32/8)")
-    parser.add_argument("--head-dim", type=int, default=128, help="with --heads (128)")
-    parser.add_argument("--tp", type=count, default=1, help="tensor-parallel size (1)")
+    add_heads(parser)
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--page-size", type=count, default=1, help="the server's (1)")
-    parser.add_argument("--batches", type=count, default=1200, help="to measure (1200)")
-    parser.add_argument("--seed", type=int, default=0, help="of the batches (0)")
-    parser.add_argument("--out", type=Path, help="file to write (in the user's cache folder)")
+    parser.add_argument("--page-size", type=count, default=1, help="the server's (default: 1)")
+    parser.add_argument("--batches", type=count, default=1200, help="to measure (default: 1200)")
+    parser.add_argument("--seed", type=int, default=0, help="of the batches (default: 0)")
+    parser.add_argument(
+        "--out", type=Path, help="file to write (default: in the user's cache folder)"
+    )
     parser.add_argument("--fresh", action="store_true", help="forget what was measured before")
     parser.set_defaults(run=run)
 
@@ -70,10 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 def calibrate(args: argparse.Namespace, console: Console) -> None:
     try:
-        if args.model is not None:
-            heads = heads_of_model(args.model, args.tp)
-        else:
-            heads = heads_on_rank(*parse_heads(args.heads), args.head_dim, args.tp)
+        _, heads = chosen_heads(args)
     except ValueError as error:
         raise Unusable(str(error)) from None
     gpu = find_gpu()

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from sgl_prefix_attn.cli.doctor_checks import FAIL, OK, WARN, Check, run_checks
 from sgl_prefix_attn.cli.doctor_facts import gather
+from sgl_prefix_attn.cli.output import table_console
 
 _STYLE = {OK: "green", WARN: "yellow", FAIL: "bold red"}
 
@@ -28,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(to_json(checks))
     else:
-        render(checks, Console())
+        render(checks, table_console())
     return 0 if works(checks) else 1
 
 

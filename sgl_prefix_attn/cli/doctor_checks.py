@@ -118,7 +118,7 @@ def check_settings(facts: Facts) -> Verdict:
     try:
         Settings.from_env(facts.env)
     except ValueError as error:
-        return FAIL, str(error), "correct or unset it"
+        return FAIL, str(error), f"correct or unset what is named here: {error}"
     given = sorted(name for name in facts.env if name.startswith(PREFIX))
     return OK, ", ".join(f"{name}={facts.env[name]}" for name in given) or "defaults"
 

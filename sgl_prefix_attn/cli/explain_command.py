@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sgl_prefix_attn.cli.model_heads import heads_on_rank, parse_heads
 from sgl_prefix_attn.cli.named_gpus import GPUS, KERNELS, server_on
+from sgl_prefix_attn.cli.output import table_console
 
 USAGE = 2
 
@@ -21,34 +22,42 @@ def add_parser(commands) -> None:
         "with paths and seq_lens, as PrefixDecodeWrapper.plan takes them and SGL_PREFIX_ATTN_DUMP "
         "writes them",
     )
-    parser.add_argument("--gpu", choices=GPUS, default="H100", help="to plan for (H100)")
-    parser.add_argument("--heads", default="32/8", help="query/KV heads of a rank (32/8)")
-    parser.add_argument("--head-dim", type=int, default=128, help="(128)")
-    parser.add_argument("--kernels", choices=KERNELS, default="auto", help="of the plan (auto)")
-    parser.add_argument("--strategy", default="calibrated", help="profit model (calibrated)")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw it, needs matplotlib")
+    parser.add_argument(
+        "--gpu", choices=GPUS, default="H100", help="GPU to plan for (default: H100)"
+    )
+    parser.add_argument("--heads", default="32/8", help="query/KV heads of a rank (default: 32/8)")
+    parser.add_argument("--head-dim", type=int, default=128, help="(default: 128)")
+    parser.add_argument(
+        "--kernels", choices=KERNELS, default="auto", help="kernels of the plan (default: auto)"
+    )
+    parser.add_argument(
+        "--strategy", default="calibrated", help="profit model (default: calibrated)"
+    )
+    parser.add_argument(
+        "--png", type=Path, metavar="FILE", help="write a plot to FILE (needs matplotlib)"
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit status 0; 2 for arguments or a file that cannot be used."""
     # Not before: these import torch and numba.
-    from rich.console import Console
-
     from sgl_prefix_attn.cli.plan_spec import served
     from sgl_prefix_attn.explain import row_tile_text, text
 
     try:
         view, is_row_tiles = plan_view(args)
         if args.png is None:
-            console = Console(highlight=False)
+            said, console = served(args.spec), table_console()
             console.print((row_tile_text if is_row_tiles else text).render(view))
-            if said := served(args.spec):
+            if said:
                 console.print(said, markup=False)
         else:
             base, row_tiles = _figures()
             base.save((row_tiles if is_row_tiles else base).draw(view), args.png)
             print(f"written: {args.png}")
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
         print(f"sgl-prefix-attn explain: {error}", file=sys.stderr)
         return USAGE

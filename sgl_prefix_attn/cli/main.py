@@ -1,9 +1,13 @@
 """Entry point of the `sgl-prefix-attn` command: one subcommand a module."""
 
 import argparse
+import os
+import sys
 
 from sgl_prefix_attn import __version__
 from sgl_prefix_attn.cli import analyze_command, calibrate_command, doctor, explain_command
+
+FAILED, INTERRUPTED = 1, 130
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -18,5 +22,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Return a command's exit status; 130 where it was interrupted."""
     args = build_parser().parse_args(argv)
-    return args.run(args)
+    try:
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        print(f"sgl-prefix-attn {args.command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor does exiting complain
+        return FAILED

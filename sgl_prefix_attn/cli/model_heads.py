@@ -1,23 +1,46 @@
 """The attention heads that a Hugging Face model, or --heads, gives a tensor-parallel rank."""
 
+import argparse
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from sgl_prefix_attn.cli.argument_types import count
 from sgl_prefix_attn.records import HeadConfig
 
+HEAD_DIM = 128
 
-def heads_of_model(path: Path, tp: int) -> HeadConfig:
-    """Reads config.json, or the one in a folder.
 
-    Raises ValueError that names the file and what is wrong with it.
-    """
-    return config_and_heads(path, tp)[1]
+def add_heads(parser: argparse.ArgumentParser) -> None:
+    """Add --model, or --heads and --head-dim, and --tp."""
+    heads = parser.add_mutually_exclusive_group()
+    heads.add_argument("--model", type=Path, help="folder of a Hugging Face model, or config.json")
+    heads.add_argument(
+        "--heads", default="32/8", help="query/KV heads of the model (default: 32/8)"
+    )
+    parser.add_argument(
+        "--head-dim", type=int, help=f"of --heads, not with --model (default: {HEAD_DIM})"
+    )
+    parser.add_argument("--tp", type=count, default=1, help="tensor-parallel size (default: 1)")
+
+
+def chosen_heads(args: argparse.Namespace) -> tuple[dict[str, Any] | None, HeadConfig]:
+    """Return the config of --model, None without one, and the heads that these options give a rank.
+    Raises ValueError that says what is wrong with them."""
+    if args.model is None:
+        head_dim = HEAD_DIM if args.head_dim is None else args.head_dim
+        return None, heads_on_rank(*parse_heads(args.heads), head_dim, args.tp)
+    if args.head_dim is not None:
+        raise ValueError("--head-dim: a --model has its own")
+    return config_and_heads(args.model, args.tp)
 
 
 def config_and_heads(path: Path, tp: int) -> tuple[dict[str, Any], HeadConfig]:
-    """The same, with the config of the language model."""
+    """Read config.json, or the one in a folder; the config of its language model, and the heads.
+
+    Raises ValueError that names the file and what is wrong with it.
+    """
     file = path / "config.json" if path.is_dir() else path
     try:
         config = orjson.loads(file.read_bytes())
@@ -28,7 +51,9 @@ def config_and_heads(path: Path, tp: int) -> tuple[dict[str, Any], HeadConfig]:
         ) from None
     except orjson.JSONDecodeError as error:
         raise ValueError(f"--model: {file} is no JSON: {error}") from None
-    if isinstance(config, dict) and isinstance(config.get("text_config"), dict):
+    if not isinstance(config, dict):
+        raise ValueError(f"--model: {file} is no JSON object")
+    if isinstance(config.get("text_config"), dict):
         config = config["text_config"]  # a multimodal model's language part
     try:
         return config, heads_on_rank(*_heads(config), tp)

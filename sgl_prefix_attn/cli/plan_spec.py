@@ -32,6 +32,8 @@ def read_paths(file: Path) -> PathTable:
     PrefixDecodeWrapper.plan. Raises ValueError that names the file."""
     try:
         content = orjson.loads(file.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError("it is no JSON object")
         table = checks.path_table(content["paths"], checks.lengths(content["seq_lens"]))
         _slots_count(build_forest(table).unique_tokens)
         return table
@@ -70,5 +72,9 @@ def served(text: str) -> str:
             f"{said}, predicted {decision['prefix_us']:.1f} us, "
             f"FlashInfer {decision['stock_us']:.1f} us"
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{text}: its decision cannot be read: {error!r}") from None
+    except KeyError as error:
+        raise ValueError(f"{text}: its decision has no {error}") from None
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{text}: its decision is not as SGL_PREFIX_ATTN_DUMP writes it: {decision!r}"
+        ) from None

@@ -114,7 +114,10 @@ def totals(plan: StepPlan, decision: Decision, kernels: str) -> Text:
     stats = plan.stats
     ratio = stats.kv_tokens_query_centric / stats.kv_tokens_read
     chosen = f"a server that runs {kernels} would run {decision.variant} kernels"
-    times = decision.predicted
+    times, reason = decision.predicted, decision.reason
+    if times and reason == "predicted_slower" and times.prefix_us < times.stock_us:
+        gain = times.stock_us / times.prefix_us
+        reason = f"{reason}: a predicted gain of {gain:.2f} is less than the calibration must show"
     predicted = (
         f"predicted per layer: prefix kernels {times.prefix_us:.1f} us, FlashInfer "
         f"{times.stock_us:.1f} us\n"
@@ -125,5 +128,5 @@ def totals(plan: StepPlan, decision: Decision, kernels: str) -> Text:
         f"KV tokens read per layer: {stats.kv_tokens_read}; unique {stats.kv_tokens_unique}; "
         f"one request at a time {stats.kv_tokens_query_centric} ({ratio:.2f}x)\n"
         f"partial results {stats.num_partials}; words {plan.words.size}\n"
-        f"{predicted}{chosen} ({decision.reason})"
+        f"{predicted}{chosen} ({reason})"
     )

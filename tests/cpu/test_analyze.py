@@ -358,7 +358,8 @@ def test_costs_leave_room_for_kv_or_say_so():
     [
         (0.6, 3.0, "It will help: "),
         (0.6, 1.04, "not by sharing: "),
-        (0.98, 3.0, "help a little"),
+        (0.98, 3.0, "help a little: "),
+        (0.98, 1.04, "help a little, but not by sharing: "),
         (1.0, 3.0, "gains a step too little"),
         (1.0, 1.04, "run as without it"),
     ],
@@ -424,7 +425,8 @@ def test_the_command(many, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["missing.jsonl"], "missing.jsonl"),
+        (["missing.jsonl"], "analyze: missing.jsonl: No such file"),
+        (["--model", "missing", "--head-dim", "64"], "--head-dim: a --model has its own"),
         (["--heads", "6/4"], "multiple"),
         (["--model", "missing"], "--model: cannot read"),
         (["--gpu", "A100", "--kernels", "row_tiles"], "row tiles cannot run here (compute:8.0)"),
@@ -464,6 +466,15 @@ def test_a_count_that_no_int32_holds_is_refused(option, many, capsys):
         main.main(["analyze", str(many), option, str(1 << 31)])
     assert stopped.value.code == 2
     assert f"{option}: must be at most 2147483647, got 2147483648" in capsys.readouterr().err
+
+
+def test_the_rate_that_is_simulated_is_said(tmp_path, capsys):
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(b'{"prompt": [1, 2, 3], "output_length": 4}\n' * 11)
+    assert main.main(["analyze", str(file)]) == 0
+    assert "11 requests over 0 s (no arrivals: all at once" in capsys.readouterr().out
+    assert main.main(["analyze", str(file), "--rate", "5"]) == 0
+    assert "11 requests over 2 s;" in capsys.readouterr().out
 
 
 def test_a_file_without_requests(tmp_path, capsys):

@@ -13,7 +13,7 @@ import torch
 from sgl_prefix_attn.calibrate import rates, samples
 from sgl_prefix_attn.cli import calibrate_command as command
 from sgl_prefix_attn.cli import main
-from sgl_prefix_attn.cli.model_heads import heads_of_model, heads_on_rank
+from sgl_prefix_attn.cli.model_heads import config_and_heads, heads_on_rank
 from sgl_prefix_attn.predict import store
 from sgl_prefix_attn.predict.record import CalibrationKey
 from sgl_prefix_attn.records import HeadConfig
@@ -39,14 +39,14 @@ LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 409
 def test_heads_of_a_model(config, tp, heads, as_folder, tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
-    assert heads_of_model(tmp_path if as_folder else file, tp) == HeadConfig(*heads)
+    assert config_and_heads(tmp_path if as_folder else file, tp)[1] == HeadConfig(*heads)
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
         ("{", "no JSON"),
-        ("[]", "config.json"),
+        ("[]", "config.json is no JSON object"),
         ("{}", "num_attention_heads: use --heads"),
         ('{"num_attention_heads": 32}', "hidden_size"),
         ('{"num_attention_heads": 32, "num_key_value_heads": 5, "head_dim": 64}', "multiple"),
@@ -58,13 +58,13 @@ def test_heads_of_a_model(config, tp, heads, as_folder, tmp_path):
 def test_a_config_that_does_not_say(content, reason, tmp_path):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match=reason) as error:
-        heads_of_model(tmp_path, 1)
+        config_and_heads(tmp_path, 1)
     assert str(error.value).startswith("--model: ")
 
 
 def test_a_model_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match="cannot read .*meta-llama.*--heads"):
-        heads_of_model(tmp_path / "meta-llama", 1)
+        config_and_heads(tmp_path / "meta-llama", 1)
 
 
 @pytest.mark.parametrize(("heads", "tp"), [((32, 8), 3), ((32, 8), 12), ((48, 6), 4)])

@@ -1,5 +1,8 @@
 """The explain command: a plan read back from its words, as text and as the picture of the docs."""
 
+import re
+import subprocess
+import sys
 from io import StringIO
 from pathlib import Path
 
@@ -7,7 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from sgl_prefix_attn.cli import main
+from sgl_prefix_attn.cli import main, plan_spec
 from sgl_prefix_attn.cli.explain_command import plan_view
 from sgl_prefix_attn.cli.plan_spec import read_spec
 from sgl_prefix_attn.explain import schedule as sched
@@ -147,7 +150,7 @@ def test_shared_tokens_take_slots_once():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[]", "odd.json"),
+        ("[]", "it is no JSON object"),
         ('{"paths": [[]]}', "seq_lens"),
         ('{"paths": [[[0, 9]]], "seq_lens": [9]}', "shorter"),
         ('{"paths": [[], []], "seq_lens": [2000000000, 2000000000]}', "seq_lens add up to 40"),
@@ -160,3 +163,43 @@ def test_a_bad_file_is_named(content, message, tmp_path, capsys):
     assert main.main(["explain", str(file)]) == 2
     error = capsys.readouterr().err
     assert "odd.json" in error and message in error
+
+
+def test_a_decision_that_cannot_be_read_is_said_before_the_plan(tmp_path, capsys):
+    file = tmp_path / "odd.json"
+    file.write_text('{"paths": [[]], "seq_lens": [9], "decision": 3}')
+    assert main.main(["explain", str(file)]) == 2
+    said = capsys.readouterr()
+    assert not said.out and "its decision is not as SGL_PREFIX_ATTN_DUMP writes it: 3" in said.err
+
+
+@pytest.fixture
+def piped(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+def test_a_gain_that_is_too_small_is_said_to_be(piped, capsys):
+    assert main.main(["explain", "1,16_10,10", "--head-dim", "96"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"predicted_slower: a predicted gain of 1\.\d+ is less than", said), said
+
+
+def test_lines_are_folded_for_terminals_alone(piped, capsys):
+    assert main.main(["explain", "1,2,6_1024,512,64"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) > 80
+
+
+def test_an_interrupted_command_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(
+        plan_spec, "read_spec", lambda spec: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
+    assert main.main(["explain", "1,2_3,4"]) == 130
+    assert capsys.readouterr().err == "sgl-prefix-attn explain: interrupted\n"
+
+
+def test_a_reader_that_has_had_enough_is_no_error():
+    command = [sys.executable, "-m", "sgl_prefix_attn", "explain", "1,2_3,4"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
