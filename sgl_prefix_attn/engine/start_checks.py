@@ -32,7 +32,20 @@ def keep_stock_drafts(server_args) -> None:
     if not asked or server_args.speculative_algorithm is None:
         return
     if server_args.speculative_draft_attention_backend in (None, BACKEND_NAME):
-        server_args.speculative_draft_attention_backend = "flashinfer"
+        server_args.speculative_draft_attention_backend = _stock_drafts(server_args)
+
+
+def _stock_drafts(server_args) -> str:
+    """Name the backend of a draft model: what SGLang itself would choose on a Hopper GPU, where its
+    own backend verifies; FlashInfer where ours may, and on other GPUs."""
+    # Not at the top: the hooks load this module before SGLang has imported its own.
+    from sglang.srt.utils.common import is_hopper_with_cuda_12_3, is_no_spec_infer_or_topk_one
+
+    prefill = server_args.prefill_attention_backend or server_args.attention_backend
+    theirs = server_args.speculative_attention_mode == "prefill" and prefill in (None, "fa3")
+    if theirs and is_hopper_with_cuda_12_3() and is_no_spec_infer_or_topk_one(server_args):
+        return "fa3"
+    return "flashinfer"
 
 
 def check(server_args) -> None:

@@ -192,9 +192,38 @@ def test_drafts_keep_a_backend_that_sglang_drafts_with(backends, algorithm, draf
         **dict(zip(names, backends, strict=True)),
         speculative_algorithm=algorithm,
         speculative_draft_attention_backend=drafts,
+        speculative_attention_mode="prefill",
     )
     hooks.load("keep_prefill").hook(args)
     assert args.speculative_draft_attention_backend == drafts_then
+
+
+@pytest.mark.parametrize(
+    ("options", "drafts"),
+    [
+        ({}, "fa3"),
+        ({"prefill_attention_backend": "fa3"}, "fa3"),
+        ({"speculative_eagle_topk": 1, "page_size": 1}, "fa3"),
+        ({"speculative_eagle_topk": 1, "page_size": 16}, "flashinfer"),
+        ({"speculative_eagle_topk": 4}, "flashinfer"),
+        ({"prefill_attention_backend": "flashinfer"}, "flashinfer"),
+        ({"prefill_attention_backend": "prefix"}, "flashinfer"),
+        ({"speculative_attention_mode": "decode"}, "flashinfer"),
+    ],
+)
+def test_on_hopper_a_target_that_stock_kernels_verify_gets_sglangs_drafts(
+    options, drafts, monkeypatch
+):
+    monkeypatch.setattr("sglang.srt.utils.common.is_hopper_with_cuda_12_3", lambda: True)
+    given = {
+        "attention_backend": "prefix", "prefill_attention_backend": None,
+        "decode_attention_backend": None, "speculative_algorithm": "EAGLE",
+        "speculative_draft_attention_backend": None, "speculative_attention_mode": "prefill",
+        "speculative_eagle_topk": None, "page_size": None,
+    }  # fmt: skip
+    args = SimpleNamespace(**given | options)
+    hooks.load("keep_prefill").hook(args)
+    assert args.speculative_draft_attention_backend == drafts
 
 
 def test_an_sglang_that_is_too_old_is_refused_and_gets_no_hooks(monkeypatch):
