@@ -44,16 +44,16 @@ class Settings:
         "auto",
         _words("auto", "row_tiles", "triton"),
         "Which kernels prefix steps run: row tiles where GPU and model allow them, or one of the "
-        "two families; the server does not start where that cannot run. Row tiles are Hopper's "
-        "and know the strategy `calibrated` alone.",
+        "two families; the server refuses to start where that one cannot run. Row tiles are "
+        "Hopper's and know the strategy `calibrated` alone.",
     )
     prefill: bool = _variable(
         False,
         _FLAG,
         "With 1, where `prefix` is the prefill backend, too: extend batches whose requests share "
-        "cached prefixes run row tiles where that is predicted to be faster, and so do batches "
-        "that verify drafts, and a draft model's decode steps, which need no variable with "
-        "`--speculative-attention-mode decode`. Off by default: first tokens gain little.",
+        "cached prefixes run row tiles where that is predicted to be faster. So do batches that "
+        "verify drafts, and a draft model's decode steps; with `--speculative-attention-mode "
+        "decode` these need no variable. Off by default: first tokens gain little.",
     )
     headroom: int = _variable(
         64,

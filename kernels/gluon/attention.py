@@ -1,7 +1,7 @@
-"""The row-tile kernel: one launch a layer, whatever the tree (design note D13).
+"""The row-tile kernel: one launch per layer, whatever the tree.
 
-One CTA an SM. A producer warpgroup gathers page-size-1 rows into mbarrier rings, two consumer
-warpgroups multiply 64 rows each over the same blocks: 128 rows a KV byte keep the tensor cores
+One CTA per SM. A producer warpgroup gathers page-size-1 rows into mbarrier rings, two consumer
+warpgroups multiply 64 rows each over the same blocks: 128 rows per KV byte keep the tensor cores
 ahead of L2. Items are handed out by number, so a CTA knows all its work from its own index.
 """
 

@@ -1,8 +1,7 @@
 """`--attention-backend prefix`: SGLang's attention backend over the plan and its executor.
 
-Verify, stock prefill and stock decode steps go to a composed stock backend of SGLang; prefix decode
-steps run the plan, prefix extend batches one of their own (extends.py). SGLang's three-method
-contract:
+Stock steps and batches go to composed backends of SGLang's own; prefix decode steps run the plan,
+prefix batches that extend or verify one of their own (extends.py). SGLang's three-method contract:
 
     hook after ForwardBatch.init_new   observe                          decide and plan, on the host
     before the graph (or eager)        init_forward_metadata_out_graph  upload a new plan
@@ -46,7 +45,7 @@ from sgl_prefix_attn.step.preparer import Step, StepPreparer
 
 logger = logging.getLogger(__name__)
 
-# What FlashInfer declares of itself beside SGLang's three methods; prefill and verify run on it.
+# What FlashInfer declares of itself beside SGLang's three methods, for the steps that it runs here.
 STOCK_FACTS = ("extend_dummy_seqs_capped_by_req_pool", "kv_index_translator", "max_context_len")
 _UNOBSERVED = Step(Decision(policy.STOCK, "no_batch"))
 _CAPTURE = Decision(policy.PREFIX, "capture")

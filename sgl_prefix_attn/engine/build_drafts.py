@@ -39,8 +39,8 @@ def plan_drafts(runner, topk: int, stock):
     if (why_not := why_stock(runner, topk, settings)) is not None:
         return _left_alone(stock, why_not)
     heads = model_facts.head_config(runner)
+    settings = replace(settings, dump="")  # dumps are of decisions about the target model
     # The plan of a round holds its first step's tokens, and grows by those of the others.
-    settings = replace(settings, dump="")
     execution = build(runner, heads, replace(settings, headroom=len(stock.attn_backends) - 1))
     if runner.device != "cpu" and not isinstance(execution.planner, RowTilePlanner):
         return _left_alone(stock, "failed_at_start")

@@ -60,7 +60,7 @@ class PlanExecutor:
         self.backend.append(self.workspace, seq_lens, out_cache_loc)
 
     def run(self, layer: LayerParams) -> None:
-        """Compute decode attention of one layer into layer.out; padding rows stay as they are."""
+        """Compute attention of one layer into layer.out; padding rows stay as they are."""
         self.backend.forward(self.workspace, layer)
 
 

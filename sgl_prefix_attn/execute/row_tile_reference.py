@@ -22,15 +22,6 @@ class Blocks:
     slots: torch.Tensor
     keys: torch.Tensor
 
-    @classmethod
-    def poisoned(cls, num_blocks: int, slot: int) -> Blocks:
-        """Blocks that nothing has been written to: every entry names `slot`, for every row."""
-        entries = num_blocks * W.BLOCK
-        return cls(
-            torch.full((entries,), slot, dtype=torch.int32),
-            torch.full((entries,), -1, dtype=torch.int32),
-        )
-
 
 def fill(
     words: torch.Tensor, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, blocks: Blocks

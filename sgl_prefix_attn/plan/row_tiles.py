@@ -2,7 +2,7 @@
 
 Queries stand in the order of the tree's leaves (query_rows.py), so that those below a node are a
 range of them. A tile is a range of up to TILE_ROWS / group_size queries with all the KV that they
-need (design note D13): KV that all of them see is read in whole, unmasked blocks; what is left
+need: KV that all of them see is read in whole, unmasked blocks; what is left
 over, nodes of some of its queries and private tails are packed without gaps into masked blocks.
 
 Of several tokens of one request each sees one column more than the one before: in a tile, what the

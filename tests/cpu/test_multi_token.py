@@ -23,6 +23,7 @@ from tests.support.multi_token import (
     asked_paths,
     multi_token,
 )
+from tests.support.row_tile_blocks import poisoned_blocks
 
 HEADS = (HeadConfig(8, 2, 8), HeadConfig(7, 1, 8), HeadConfig(2, 2, 8), HeadConfig(16, 1, 8))
 
@@ -37,7 +38,7 @@ def check(plan, asked: MultiToken, spoil=lambda words: None) -> None:
     requests, queries = asked.requests, asked.queries
     words = torch.from_numpy(plan.words.copy())
     spoil(words)
-    blocks = oracle.Blocks.poisoned(plan.num_blocks, requests.poison_slot)
+    blocks = poisoned_blocks(plan.num_blocks, requests.poison_slot)
     oracle.fill(words, requests.req_to_token, requests.pool, blocks)
     options = {"sm_scale": queries.sm_scale, "logits_soft_cap": queries.soft_cap}
     out, lse = oracle.execute(words, queries.q, queries.k, queries.v, blocks, **options)

@@ -21,6 +21,7 @@ from sgl_prefix_attn.plan.row_tile_time import parts_within
 from sgl_prefix_attn.records import HeadConfig, PathTable
 from tests.support.forests import LENGTHS, path_table, path_tables, random_paths
 from tests.support.problems import make_problem
+from tests.support.row_tile_blocks import poisoned_blocks
 
 HEADS = (HeadConfig(8, 2, 8), HeadConfig(7, 1, 8), HeadConfig(2, 2, 8), HeadConfig(16, 1, 8))
 
@@ -47,7 +48,7 @@ def check_output(words, problem, blocks) -> None:
 def loaded(plan, problem):
     """The plan's words as a tensor, and blocks that were poison before they were filled."""
     words = torch.from_numpy(plan.words.copy())
-    blocks = oracle.Blocks.poisoned(plan.num_blocks, problem.poison_slot)
+    blocks = poisoned_blocks(plan.num_blocks, problem.poison_slot)
     oracle.fill(words, problem.req_to_token, problem.pool, blocks)
     return words, blocks
 
@@ -158,7 +159,7 @@ def test_a_plan_counts_what_its_words_read(paths, heads):
     for cut in made.cuts(forest):
         plan = made.serialize(forest, cut)
         words = torch.from_numpy(plan.words)
-        blocks = oracle.Blocks.poisoned(plan.num_blocks, W.NONE)
+        blocks = poisoned_blocks(plan.num_blocks, W.NONE)
         oracle.fill(words, problem.req_to_token, problem.pool, blocks)
         stats, size = plan.stats, W.item_words(heads.group_size)
         items = plan.words[W.HEADER_WORDS :][: plan.num_items * size].reshape(-1, size)
@@ -316,7 +317,7 @@ def test_the_check_finds_a_planted_fault(fault):
     words, blocks = loaded(plan, problem)
     check_output(words, problem, blocks)
     fault(words)
-    blocks = oracle.Blocks.poisoned(plan.num_blocks, problem.poison_slot)
+    blocks = poisoned_blocks(plan.num_blocks, problem.poison_slot)
     oracle.fill(words, problem.req_to_token, problem.pool, blocks)
     with pytest.raises(AssertionError):
         check_output(words, problem, blocks)

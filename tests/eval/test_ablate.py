@@ -26,6 +26,7 @@ from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.records import HeadConfig
 from tests.support.forests import random_paths
 from tests.support.problems import make_problem
+from tests.support.row_tile_blocks import poisoned_blocks
 from tests.support.torch_row_tiles import TorchRowTiles
 
 HEADS = HeadConfig(8, 2, 16)
@@ -136,7 +137,7 @@ def test_a_strategys_plan_is_full_attention(strategy, batch, heads):
     plan, merges = strategies.serialize_parts(forest, cut, heads.group_size)
     problem = make_problem(paths, heads, torch.float64)
     words = torch.from_numpy(plan.words)
-    blocks = oracle.Blocks.poisoned(plan.num_blocks, problem.poison_slot)
+    blocks = poisoned_blocks(plan.num_blocks, problem.poison_slot)
     oracle.fill(words, problem.req_to_token, problem.pool, blocks)
     args = (words, problem.q, problem.k, problem.v, blocks)
     out = attend_parts(*args, merges, problem.sm_scale)

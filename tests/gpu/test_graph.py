@@ -1,5 +1,5 @@
 """One captured graph for any tree: captured on padding alone, replayed with trees that have nothing
-in common, padded batches and growing sequences (D5)."""
+in common, padded batches and growing sequences."""
 
 import math
 from dataclasses import replace

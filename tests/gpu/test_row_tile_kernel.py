@@ -18,6 +18,7 @@ from sgl_prefix_attn.records import HeadConfig
 from tests.support.forests import path_table, random_paths
 from tests.support.gpu_problems import DEVICE, TREES, gpu_problem
 from tests.support.problems import assert_attention
+from tests.support.row_tile_blocks import poisoned_blocks
 from tests.support.running import PADDING
 
 SHAPES = {
@@ -143,7 +144,7 @@ def test_fill_and_append_write_what_the_interpreter_writes():
     for plan in cuts_of(paths, heads, headroom=3):
         runner = Runner(problem, plan)
         words = torch.from_numpy(plan.words.copy())
-        blocks = oracle.Blocks.poisoned(plan.num_blocks, problem.poison_slot)
+        blocks = poisoned_blocks(plan.num_blocks, problem.poison_slot)
         oracle.fill(words, problem.req_to_token.cpu(), problem.pool.cpu(), blocks)
         for step in range(5):  # two of them behind the headroom
             seq_lens = problem.seq_lens + step

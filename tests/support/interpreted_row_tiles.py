@@ -16,6 +16,7 @@ from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.records import HeadConfig
 from tests.support.forests import random_paths
 from tests.support.problems import make_problem
+from tests.support.row_tile_blocks import poisoned_blocks
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -29,7 +30,7 @@ def test_fill_and_append(heads):
     for cut in list(planner.cuts(forest))[::3]:
         plan = planner.serialize(forest, cut)
         words = torch.from_numpy(plan.words.copy())
-        want = oracle.Blocks.poisoned(plan.num_blocks, problem.poison_slot)
+        want = poisoned_blocks(plan.num_blocks, problem.poison_slot)
         oracle.fill(words, problem.req_to_token, problem.pool, want)
         backend = GluonBackend(heads, torch.float16, torch.device("cpu"))
         executor = PlanExecutor(backend, Capacity.for_plans(plan))

@@ -68,4 +68,4 @@ class KernelBackend(Protocol):
         """
 
     def forward(self, workspace: Any, layer: LayerParams) -> None:
-        """Compute decode attention of one layer; padding rows stay as they are."""
+        """Compute attention of one layer; padding rows stay as they are."""
