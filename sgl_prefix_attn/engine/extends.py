@@ -162,7 +162,7 @@ class Extends:
     def needs_lengths(self) -> bool:
         """Whether the next batch that verifies is likely to run a plan, which takes exact lengths:
         the last one did, or was to."""
-        return self.can_verify and self._preparer.needs_lengths
+        return self._preparer.needs_lengths
 
     @property
     def graph_is_prefix(self) -> bool:

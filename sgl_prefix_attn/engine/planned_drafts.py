@@ -117,8 +117,7 @@ class PlannedDrafts:
     def needs_cpu_seq_lens(self) -> bool:
         """Whether the host must know the lengths of the next round: it makes the plan, if one is
         likely to run, and some stock backends need them."""
-        plans = self.can_run_prefix and self._steps.needs_lengths
-        return plans or getattr(self._stock, "needs_cpu_seq_lens", True)
+        return self._steps.needs_lengths or getattr(self._stock, "needs_cpu_seq_lens", True)
 
     @property
     def needs_eager_step(self) -> bool:

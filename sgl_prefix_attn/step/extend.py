@@ -148,7 +148,7 @@ class ExtendPreparer:
 
     def only_stock(self, reason: str) -> None:
         """Let no batch from now on run a plan."""
-        self._problem = reason
+        self._problem, self.needs_lengths = reason, False
 
     def _fallback(self, reason: str, error: Exception) -> Decision:
         self._counters.log_once(

@@ -164,7 +164,7 @@ class StepPreparer:
 
     def only_stock(self, reason: str) -> None:
         """Let no step from now on run prefix kernels."""
-        self._model_problem = reason
+        self._model_problem, self.needs_lengths = reason, False
 
     def _standing_facts(self, tree_cache, batch_size: int) -> tuple[BatchFacts, Decision]:
         """Return what is known without reading the batch, and the decision that it makes."""

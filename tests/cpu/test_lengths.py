@@ -22,11 +22,19 @@ DEFAULT, ERROR = Decision("prefix", "default"), Decision("stock", "planner_error
 TOKENS = 3  # that a round verifies
 
 
-class Drafting:
-    """A StepPreparer, asked as PlannedDrafts asks it."""
+class Rounds:
+    """A preparer, and requests that share a prefix."""
 
-    def __init__(self, steps, world=None):
-        self.steps, self.world = steps, world or shared_world()
+    def __init__(self, steps):
+        self.steps, self.world = steps, shared_world()
+
+    @property
+    def needs_lengths(self):
+        return self.steps.needs_lengths
+
+
+class Drafting(Rounds):
+    """A StepPreparer, asked as PlannedDrafts asks it."""
 
     def round(self, accepted, exact=True, cache=None):
         """The decision for requests that have accepted so many tokens, two more than the host knows
@@ -39,16 +47,9 @@ class Drafting:
         assert step.is_prefix == (step.new_plan is not None)
         return step.decision
 
-    @property
-    def needs_lengths(self):
-        return self.steps.needs_lengths
 
-
-class Verifying:
+class Verifying(Rounds):
     """An ExtendPreparer, asked as Extends asks it."""
-
-    def __init__(self, steps):
-        self.steps, self.world = steps, shared_world()
 
     def round(self, accepted, exact=True, against=None, cache=None):
         if (standing := self.steps.pass_over()) is not None:
@@ -58,10 +59,6 @@ class Verifying:
         step = self.steps.prepare(batch._replace(is_exact=exact), lens, against, verifies=True)
         assert step.is_prefix == (step.new_plan is not None)
         return step.decision
-
-    @property
-    def needs_lengths(self):
-        return self.steps.needs_lengths
 
 
 class FailingTiles(Failing):
