@@ -36,14 +36,16 @@ def keep_stock_drafts(server_args) -> None:
 
 
 def _stock_drafts(server_args) -> str:
-    """Name the backend of a draft model: what SGLang itself would choose on a Hopper GPU, where its
-    own backend verifies; FlashInfer where ours may, and on other GPUs."""
+    """Name the backend of a draft model: on a Hopper GPU what SGLang chooses there, which needs no
+    lengths on the host, unless another prefill backend that was asked for verifies; elsewhere
+    FlashInfer."""
     # Not at the top: the hooks load this module before SGLang has imported its own.
     from sglang.srt.utils.common import is_hopper_with_cuda_12_3, is_no_spec_infer_or_topk_one
 
     prefill = server_args.prefill_attention_backend or server_args.attention_backend
-    theirs = server_args.speculative_attention_mode == "prefill" and prefill in (None, "fa3")
-    if theirs and is_hopper_with_cuda_12_3() and is_no_spec_infer_or_topk_one(server_args):
+    by_prefill = server_args.speculative_attention_mode == "prefill"
+    other = by_prefill and prefill not in (None, "fa3", BACKEND_NAME)
+    if not other and is_hopper_with_cuda_12_3() and is_no_spec_infer_or_topk_one(server_args):
         return "fa3"
     return "flashinfer"
 

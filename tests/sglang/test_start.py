@@ -198,6 +198,9 @@ def test_drafts_keep_a_backend_that_sglang_drafts_with(backends, algorithm, draf
     assert args.speculative_draft_attention_backend == drafts_then
 
 
+BEHIND_FLASHINFER = {"prefill_attention_backend": "flashinfer"}
+
+
 @pytest.mark.parametrize(
     ("options", "drafts"),
     [
@@ -206,14 +209,13 @@ def test_drafts_keep_a_backend_that_sglang_drafts_with(backends, algorithm, draf
         ({"speculative_eagle_topk": 1, "page_size": 1}, "fa3"),
         ({"speculative_eagle_topk": 1, "page_size": 16}, "flashinfer"),
         ({"speculative_eagle_topk": 4}, "flashinfer"),
-        ({"prefill_attention_backend": "flashinfer"}, "flashinfer"),
-        ({"prefill_attention_backend": "prefix"}, "flashinfer"),
-        ({"speculative_attention_mode": "decode"}, "flashinfer"),
+        (BEHIND_FLASHINFER, "flashinfer"),
+        (BEHIND_FLASHINFER | {"speculative_attention_mode": "decode"}, "fa3"),
+        ({"prefill_attention_backend": "prefix"}, "fa3"),
+        ({"speculative_attention_mode": "decode"}, "fa3"),
     ],
 )
-def test_on_hopper_a_target_that_stock_kernels_verify_gets_sglangs_drafts(
-    options, drafts, monkeypatch
-):
+def test_on_hopper_chains_are_drafted_by_what_sglang_chooses_there(options, drafts, monkeypatch):
     monkeypatch.setattr("sglang.srt.utils.common.is_hopper_with_cuda_12_3", lambda: True)
     given = {
         "attention_backend": "prefix", "prefill_attention_backend": None,
