@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from eval import provenance
-from eval.cli_values import amount, output, several
+from eval.cli_values import amount, gpu, output, several
 from eval.row_tile_fit import fitting, measure, picks, samples, tree_times
 from sgl_prefix_attn.calibrate.batches import draw
 from sgl_prefix_attn.cli.model_heads import parse_heads
@@ -54,9 +54,9 @@ def main(argv: list[str]) -> int:
     near.add_argument("results", nargs="+", metavar="JSON", help="of eval.bench_kernel")
     near.add_argument("--provider", default="prefix", help="that ran row tiles there (prefix)")
     args = parser.parse_args(argv)
-    if args.command == "sample":
-        return _sample(args)
     try:
+        if args.command == "sample":
+            return _sample(args)
         if args.command == "trees":
             return _trees(args)
         if args.command == "picks":
@@ -67,17 +67,17 @@ def main(argv: list[str]) -> int:
 
 
 def _sample(args) -> int:
-    device = torch.device("cuda", 0)
-    gpu = torch.cuda.get_device_name(device)
+    device = gpu()
+    name = torch.cuda.get_device_name(device)
     all_heads = [HeadConfig(*heads, args.head_dim) for heads in args.heads]
     print(f"compiling for {len(all_heads)} head configurations", flush=True)
-    measure.compile_all(all_heads, gpu)
+    measure.compile_all(all_heads, name)
     # the same for all of them
     drawn = draw(args.seed, measure.MOST_BATCHES, measure.POOL_TOKENS)
     batches = {f"{args.seed}:{i}": batch for i, batch in enumerate(drawn)}
     for heads in all_heads:
         seconds = args.seconds / len(all_heads)
-        found = list(measure.sample(heads, batches, seconds, device, gpu))
+        found = list(measure.sample(heads, batches, seconds, device, name))
         samples.write(args.jsonl, found)
         met = len({sample.batch for sample in found})
         print(f"{heads}: {len(found)} cuts of {met} batches", flush=True)

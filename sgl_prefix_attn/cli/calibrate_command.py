@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
         problem, status = str(error), USAGE
     except (RuntimeError, ValueError) as error:
         problem, status = str(error), FAILED
+    except BrokenPipeError:
+        raise
     except OSError as error:  # the disk is full, say
         kept = "batches measured before are kept: the same command goes on from there"
         problem, status = f"{error}; {kept}", USAGE

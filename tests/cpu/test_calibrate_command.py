@@ -242,3 +242,13 @@ def test_interrupted(gpu, capsys, monkeypatch):
     monkeypatch.setattr(FakeMeter, "measure", interrupt)
     assert main.main(COMMAND) == 130
     assert "goes on where it stopped" in capsys.readouterr().err
+
+
+def test_a_closed_pipe_is_no_file_that_cannot_be_written(monkeypatch, capsys):
+    def close(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(command, "calibrate", close)
+    with pytest.raises(BrokenPipeError):
+        command.run(main.build_parser().parse_args(COMMAND))
+    assert not capsys.readouterr().err

@@ -96,6 +96,8 @@ def test_the_readme_s_first_numbers_are_the_result_files():
         assert said in first_screen, said
     assert f"take {batch['shared8k']:.3f} of" in page
     assert f"share nothing {batch['unshared']:.3f}." in page
+    chains, apart = (rows(f"speculative_{name}")[1]["ratio"] for name in ("h100", "unshared_h100"))
+    assert f"it is {chains:.2f} of the default's on an H100, and {apart:.3f}." in page
 
 
 def test_the_worked_example_is_what_explain_prints():

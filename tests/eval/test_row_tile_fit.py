@@ -164,7 +164,7 @@ def test_samples_of_every_head_configuration(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(command, "draw", lambda *args: tiny)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(command.torch, "device", lambda *args: torch.empty(0).device)
+    monkeypatch.setattr(command, "gpu", lambda: torch.device("cpu"))
     file = tmp_path / "samples.jsonl"
     argv = ["sample", "--heads", "4/2,3/1", "--head-dim", "64", "--seconds", "100"]
     argv += ["--jsonl", str(file)]
@@ -221,3 +221,10 @@ def test_samples_that_no_rates_describe_together_are_refused(change, says, found
     with pytest.raises(SystemExit):
         command.main(["fit", "--jsonl", str(file)])
     assert says in capsys.readouterr().err
+
+
+def test_samples_need_a_gpu(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        command.main(["sample", "--jsonl", str(tmp_path / "samples.jsonl")])
+    assert "sees no CUDA GPU here" in capsys.readouterr().err
