@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from sgl_prefix_attn.cli.argument_types import amount, count
+from sgl_prefix_attn.cli.exit_status import USAGE
 from sgl_prefix_attn.cli.model_heads import add_heads, chosen_heads
-from sgl_prefix_attn.cli.named_gpus import GPUS, KERNELS, Server, server_on
-
-USAGE = 2
+from sgl_prefix_attn.cli.named_gpus import GPUS, Server, add_server, server_on
+from sgl_prefix_attn.cli.output import add_png, needs_matplotlib
 
 
 def add_parser(commands) -> None:
@@ -25,13 +25,8 @@ def add_parser(commands) -> None:
         help="JSON lines (Mooncake's, SGLang's custom data, or prompt and output_length) or "
         "a log of --log-requests",
     )
-    parser.add_argument(
-        "--gpu", choices=GPUS, default="H100", help="GPU to predict for (default: H100)"
-    )
+    add_server(parser)
     add_heads(parser)
-    parser.add_argument(
-        "--kernels", choices=KERNELS, default="auto", help="kernels of prefix steps (default: auto)"
-    )
     parser.add_argument(
         "--max-running-requests", type=count, default=256, help="at once (default: 256)"
     )
@@ -51,9 +46,7 @@ def add_parser(commands) -> None:
     parser.add_argument(
         "--rate", type=amount, help="requests per second (default: as in the trace)"
     )
-    parser.add_argument(
-        "--png", type=Path, metavar="FILE", help="write a plot to FILE (needs matplotlib)"
-    )
+    add_png(parser)
     parser.set_defaults(run=run)
 
 
@@ -152,8 +145,6 @@ def _costs(args: argparse.Namespace, model, server: Server):
 
 
 def _figures():
-    try:
+    with needs_matplotlib():
         from sgl_prefix_attn.analyze import over_time
-    except ImportError as error:
-        raise ValueError(f"--png needs matplotlib ({error}): pip install matplotlib") from None
     return over_time

@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sgl_prefix_attn.cli.argument_types import count
+from sgl_prefix_attn.cli.exit_status import FAILED, INTERRUPTED, USAGE
 from sgl_prefix_attn.cli.model_heads import add_heads, chosen_heads
 
 POOL_TOKENS = 450_000
 _POOL_STEP = 50_000  # free memory varies a little: an interrupted run must find the same pool again
 _MEMORY_SHARE = 0.4
 _ROOM = 1 << 20  # bytes, several times what a calibration and its samples take
-FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
 
 class Unusable(Exception):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
+from sgl_prefix_attn.cli.exit_status import USAGE
 from sgl_prefix_attn.cli.model_heads import heads_on_rank, parse_heads
-from sgl_prefix_attn.cli.named_gpus import GPUS, KERNELS, server_on
-from sgl_prefix_attn.cli.output import table_console
-
-USAGE = 2
+from sgl_prefix_attn.cli.named_gpus import GPUS, add_server, server_on
+from sgl_prefix_attn.cli.output import add_png, needs_matplotlib, table_console
 
 
 def add_parser(commands) -> None:
@@ -22,20 +20,13 @@ def add_parser(commands) -> None:
         "with paths and seq_lens, as PrefixDecodeWrapper.plan takes them and SGL_PREFIX_ATTN_DUMP "
         "writes them",
     )
-    parser.add_argument(
-        "--gpu", choices=GPUS, default="H100", help="GPU to plan for (default: H100)"
-    )
+    add_server(parser)
     parser.add_argument("--heads", default="32/8", help="query/KV heads of a rank (default: 32/8)")
     parser.add_argument("--head-dim", type=int, default=128, help="(default: 128)")
     parser.add_argument(
-        "--kernels", choices=KERNELS, default="auto", help="kernels of the plan (default: auto)"
-    )
-    parser.add_argument(
         "--strategy", default="calibrated", help="profit model (default: calibrated)"
     )
-    parser.add_argument(
-        "--png", type=Path, metavar="FILE", help="write a plot to FILE (needs matplotlib)"
-    )
+    add_png(parser)
     parser.set_defaults(run=run)
 
 
@@ -65,10 +56,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _figures():
-    try:
+    with needs_matplotlib():
         from sgl_prefix_attn.explain import figure, row_tile_figure
-    except ImportError as error:
-        raise ValueError(f"--png needs matplotlib ({error}): pip install matplotlib") from None
     return figure, row_tile_figure
 
 

@@ -6,8 +6,7 @@ import sys
 
 from sgl_prefix_attn import __version__
 from sgl_prefix_attn.cli import analyze_command, calibrate_command, doctor, explain_command
-
-FAILED, INTERRUPTED = 1, 130
+from sgl_prefix_attn.cli.exit_status import FAILED, INTERRUPTED
 
 
 def build_parser() -> argparse.ArgumentParser:

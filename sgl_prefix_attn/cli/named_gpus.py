@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,6 +32,14 @@ GPUS = {
     "A100": Gpu("NVIDIA A100-SXM4-80GB", 108, (8, 0), 80e9, 312e12),
 }
 KERNELS = ("auto", "row_tiles", "triton")
+
+
+def add_server(parser: argparse.ArgumentParser) -> None:
+    """Add --gpu, which names one of GPUS, and --kernels."""
+    parser.add_argument("--gpu", choices=GPUS, default="H100", help="the server's (default: H100)")
+    parser.add_argument(
+        "--kernels", choices=KERNELS, default="auto", help="of prefix steps (default: auto)"
+    )
 
 
 @dataclass(frozen=True)
