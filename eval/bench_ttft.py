@@ -7,20 +7,19 @@ first token; engines with dummy weights stand side by side on one GPU and take t
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import random
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from eval import provenance
-from eval.cli_values import device, output, several
-from eval.dummy_engine import engine_arguments, in_turn, start, wait_until_up
-from eval.engine_process import EngineError, end_on_sigterm, folder_name
+from eval.cli_values import benchmark, less_more, several
+from eval.dummy_engine import engine_arguments, in_turn, keep, side_by_side
+from eval.engine_process import EngineProcess, end_on_sigterm
 from eval.model_shapes import SHAPES, write_config
-from sgl_prefix_attn.cli.argument_types import count
+from sgl_prefix_attn.tools.argument_types import count
 
 _WARM_UP = 2  # batches before those that count: kernels compile, graphs are captured
 
@@ -47,81 +46,60 @@ class Prompts:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m eval.bench_ttft", description=__doc__)
-    parser.add_argument("--model-shape", default="llama3.1-8b", choices=list(SHAPES))
-    parser.add_argument(
-        "--backends", default="fa3/prefix,prefix/prefix", help="PREFILL/DECODE; the first: baseline"
-    )
+    parser = benchmark("eval.bench_ttft", __doc__, SHAPES, "fa3/prefix,prefix/prefix")
     parser.add_argument("--requests", type=count, default=128)
     parser.add_argument("--groups", type=several(count), default="16,32,64,128")
-    parser.add_argument("--cached", type=several(count), default="4096,6144", help="LEAST,MOST")
-    parser.add_argument("--new", type=several(count), default="4,16", help="LEAST,MOST")
+    parser.add_argument("--cached", type=less_more, default="4096,6144", help="LEAST,MOST")
+    parser.add_argument("--new", type=less_more, default="4,16", help="LEAST,MOST")
     parser.add_argument("--batches", type=count, default=25)
-    parser.add_argument("--device", type=device, default="cuda")
-    parser.add_argument("--json", type=output, metavar="OUT")
     args = parser.parse_args(argv)
-    for name in ("cached", "new"):
-        bounds = getattr(args, name)
-        if len(bounds) != 2 or bounds[0] > bounds[1]:
-            parser.error(f"argument --{name}: expected LEAST,MOST")
     end_on_sigterm()
     meta = provenance.collect("eval.bench_ttft", argv, model_shape=args.model_shape)
-    with tempfile.TemporaryDirectory(prefix="bench-ttft-") as folder, contextlib.ExitStack() as s:
-        try:
-            rows = _run(Path(folder), s, args)
-        except EngineError as error:
-            print(error, file=sys.stderr)
-            return 1
-    if args.json:
-        provenance.save(args.json, meta, rows)
-    return 0
+    with tempfile.TemporaryDirectory(prefix="bench-ttft-") as folder:
+        return int(keep(_run(Path(folder), args), [], args.json, meta, _text))
 
 
-def _run(folder: Path, stack: contextlib.ExitStack, args) -> list[dict]:
-    model = write_config(folder / "model", args.model_shape)
+def _text(row: dict) -> str:
+    return (
+        f"groups of {row['group']:<4} {row['backend']:<16} {row['ttft_ms']:8.1f} ms  "
+        f"{row['ratio']:.3f}"
+    )
+
+
+def _run(folder: Path, args) -> Iterator[dict]:
     rounds = args.batches + _WARM_UP
     prefixes = -(-args.requests // min(args.groups))
     arguments = engine_arguments(
-        model,
+        write_config(folder / "model", args.model_shape),
         device=args.device,
         page_size=1,
         pool_tokens=prefixes * (args.cached[1] + 1) + rounds * args.requests * (args.new[1] + 2),
         decode_batches=[args.requests],
     )
-    backends = list(dict.fromkeys(args.backends.split(",")))
-    engines = {
-        backend: start(stack, backend, folder / folder_name(backend), arguments)
-        for backend in backends
-    }
-    wait_until_up(engines)
-    rows = []
-    for group in args.groups:
-        vocab_size = SHAPES[args.model_shape]["vocab_size"]
-        prompts = Prompts(args.requests, group, args.cached, args.new, vocab_size)
-        for engine in engines.values():
-            engine.ask("flush")  # the pool has room for the batches of one group
-            engine.ask("time_batch", ids=prompts.prefixes, new_tokens=1)
-        batches = [prompts.batch() for _ in range(rounds)]
-        seconds: dict[str, list[float]] = {backend: [] for backend in backends}
-        for i, backend in in_turn(backends, rounds):
-            answer = engines[backend].ask("time_batch", ids=batches[i], new_tokens=1)
-            if i >= _WARM_UP:
-                seconds[backend].append(answer["seconds"])
-        base = statistics.median(seconds[backends[0]])
-        for backend in backends:
-            median = statistics.median(seconds[backend])
-            rows.append(
-                {
-                    "backend": backend, "requests": args.requests, "group": group,
-                    "cached": args.cached, "new": args.new, "seconds": seconds[backend],
-                    "ttft_ms": median * 1e3, "ratio": median / base,
-                }
-            )  # fmt: skip
-            print(
-                f"groups of {group:<4} {backend:<16} {median * 1e3:8.1f} ms  {median / base:.3f}",
-                flush=True,
-            )
-    return rows
+    with side_by_side(args.backends, folder, arguments) as engines:
+        for group in args.groups:
+            yield from _times(engines, group, rounds, args)
+
+
+def _times(engines: dict[str, EngineProcess], group: int, rounds: int, args) -> Iterator[dict]:
+    vocab_size = SHAPES[args.model_shape]["vocab_size"]
+    prompts = Prompts(args.requests, group, args.cached, args.new, vocab_size)
+    for engine in engines.values():
+        engine.ask("flush")  # the pool has room for the batches of one group
+        engine.ask("time_batch", ids=prompts.prefixes, new_tokens=1)
+    batches = [prompts.batch() for _ in range(rounds)]
+    seconds: dict[str, list[float]] = {backend: [] for backend in engines}
+    for i, backend in in_turn(engines, rounds):
+        answer = engines[backend].ask("time_batch", ids=batches[i], new_tokens=1)
+        if i >= _WARM_UP:
+            seconds[backend].append(answer["seconds"])
+    medians = {backend: statistics.median(of) for backend, of in seconds.items()}
+    for backend, median in medians.items():
+        yield {
+            "backend": backend, "requests": args.requests, "group": group, "cached": args.cached,
+            "new": args.new, "seconds": seconds[backend], "ttft_ms": median * 1e3,
+            "ratio": median / medians[args.backends[0]],
+        }  # fmt: skip
 
 
 if __name__ == "__main__":

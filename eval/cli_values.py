@@ -1,23 +1,72 @@
-"""Types of command-line arguments: argparse puts the argument's name before what they raise."""
+"""Command lines of the evaluations: arguments that many take, and types of arguments, before whose
+complaints argparse puts the argument's name."""
 
 from __future__ import annotations
 
+import argparse
 from argparse import ArgumentTypeError
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-from sgl_prefix_attn.calibrate.writing import try_folder
-from sgl_prefix_attn.cli.argument_types import amount as amount
+from sgl_prefix_attn.tools.argument_types import amount as amount
+from sgl_prefix_attn.tools.argument_types import count
+from sgl_prefix_attn.tools.calibrate.writing import try_folder
 
 T = TypeVar("T")
+_BACKENDS = (
+    "names joined by commas, the first of which others are compared with: flashinfer, fa3, prefix, "
+    "PREFILL/DECODE such as fa3/prefix; prefix:KERNELS forces its kernels; servers also know "
+    "default, what SGLang picks"
+)
+
+
+def benchmark(
+    module: str, doc: str, shapes: Iterable[str] = (), backends: str | None = None,
+    alternations: int = 0, new_tokens: str = "",
+) -> argparse.ArgumentParser:  # fmt: skip
+    """Make the parser of a benchmark: --device and --json; of engines and servers --model-shape,
+    too, and with their defaults --backends ("": it depends), --alternations and --new-tokens."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if backends is not None:
+        parser.add_argument("--backends", type=names, default=backends or None, help=_BACKENDS)
+    if shapes := list(shapes):
+        parser.add_argument("--model-shape", default="llama3.1-8b", choices=shapes)
+    if alternations:
+        parser.add_argument("--alternations", type=count, default=alternations, help="of each")
+    if new_tokens:
+        says = "short and long generation"
+        parser.add_argument("--new-tokens", type=less_more, default=new_tokens, help=says)
+    parser.add_argument("--device", type=device, default="cuda", help="cpu: small runs only")
+    parser.add_argument("--json", type=output, metavar="OUT", help="result file")
+    return parser
 
 
 def several(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
     """Make a parser of lists of them, separated by commas."""
     return lambda text: [kind(part) for part in text.split(",")]
+
+
+def names(text: str) -> list[str]:
+    """Parse names separated by commas, each once."""
+    found = text.split(",")
+    if len(set(found)) < len(found):
+        raise ArgumentTypeError("names one twice")
+    return found
+
+
+def less_more(text: str) -> list[int]:
+    """Parse two counts, the smaller one first."""
+    found = several(count)(text)
+    if len(found) != 2 or found[0] >= found[1]:
+        raise ArgumentTypeError(f"expected LESS,MORE, got {text}")
+    return found
 
 
 def output(text: str) -> str:
@@ -30,13 +79,6 @@ def output(text: str) -> str:
     except OSError as error:
         raise ArgumentTypeError(f"{text} cannot be written: {error.strerror}") from None
     return text
-
-
-def gpu() -> torch.device:
-    """Return the first GPU. Raises ValueError where there is none."""
-    if not torch.cuda.is_available():
-        raise ValueError(f"torch {torch.__version__} sees no CUDA GPU here")
-    return torch.device("cuda")
 
 
 def device(text: str) -> torch.device:

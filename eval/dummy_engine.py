@@ -1,38 +1,37 @@
-"""Engines with dummy weights, side by side on one GPU: what bench_engine and bench_trace share."""
+"""Engines with dummy weights, side by side on one GPU, and the rows that come of them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 
-from eval.engine_process import EngineProcess, backend_arguments, backend_env, names_prefix
+from eval import provenance
+from eval.engine_process import (
+    EngineError,
+    EngineProcess,
+    backend_arguments,
+    backend_env,
+    folder_name,
+    names_prefix,
+)
 
 
 def engine_arguments(
-    model: Path,
-    *,
-    device: torch.device,
-    page_size: int,
-    pool_tokens: int,
+    model: Path, *, device: torch.device, page_size: int, pool_tokens: int,
     decode_batches: list[int],
-) -> dict:
+) -> dict:  # fmt: skip
     """Return sglang.Engine's arguments; `decode_batches` are the captured sizes, their largest the
     limit of running requests."""
     arguments = {
-        "model_path": str(model),
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "page_size": page_size,
-        "max_total_tokens": pool_tokens // 64 * 64,
-        "max_running_requests": max(decode_batches),
-        "grammar_backend": "none",
-        "sampling_backend": "pytorch",
-        "random_seed": 1,
-        "log_level": "warning",
-    }
+        "model_path": str(model), "load_format": "dummy", "skip_tokenizer_init": True,
+        "page_size": page_size, "max_total_tokens": pool_tokens // 64 * 64,
+        "max_running_requests": max(decode_batches), "grammar_backend": "none",
+        "sampling_backend": "pytorch", "random_seed": 1, "log_level": "warning",
+    }  # fmt: skip
     if device.type == "cpu":
         return arguments | {"device": "cpu", "dtype": "float32", "skip_server_warmup": True}
     return arguments | {
@@ -42,31 +41,60 @@ def engine_arguments(
     }
 
 
-def start(
-    stack: contextlib.ExitStack,
-    backend: str,
-    home: Path,
-    arguments: dict,
-    *,
-    plugin: str | None = None,
-    env: dict[str, str] | None = None,
-) -> EngineProcess:
-    """Begin to start an engine of a backend, ended by `stack`; plugin and env are EngineProcess's.
-    It answers after wait_until_up."""
-    print(f"starting {backend}", flush=True)
-    arguments = arguments | backend_arguments(backend)
-    env = backend_env(backend) | (env or {})
-    product = names_prefix(backend)
-    engine = EngineProcess(arguments, home, product=product, plugin=plugin, env=env)
-    stack.push(engine)
-    return engine
+@contextlib.contextmanager
+def side_by_side(
+    backends: Iterable[str], folder: Path, arguments: dict, *,
+    more: Callable[[str, Path], dict] = lambda backend, home: {}, one_by_one: bool = False,
+) -> Iterator[dict[str, EngineProcess]]:  # fmt: skip
+    """Run an engine of each backend at the same time.
+
+    folder      a new one of each is made in it, its home
+    more        of a backend and its home: plugin and env of EngineProcess, and more `arguments`
+    one_by_one  each finds what room the ones before have left
+
+    Raises EngineError.
+    """
+    with contextlib.ExitStack() as stack:
+        engines = {}
+        for backend in backends:
+            home = folder / folder_name(backend)
+            own = more(backend, home)
+            print(f"starting {backend}", flush=True)
+            engine = EngineProcess(
+                arguments | backend_arguments(backend) | own.get("arguments", {}), home,
+                product=names_prefix(backend), plugin=own.get("plugin"),
+                env=backend_env(backend) | own.get("env", {}),
+            )  # fmt: skip
+            engines[backend] = stack.push(engine)
+            if one_by_one:
+                _wait_until_up(backend, engine)
+        for backend, engine in engines.items():
+            if not one_by_one:
+                _wait_until_up(backend, engine)
+        yield engines
 
 
-def wait_until_up(engines: Mapping[str, EngineProcess]) -> None:
-    """Wait for engines by backend, which start at the same time. Raises EngineError."""
-    for backend, engine in engines.items():
-        engine.wait_until_up()
-        print(f"{backend} is up after {engine.start_s} s", flush=True)
+def _wait_until_up(backend: str, engine: EngineProcess) -> None:
+    engine.wait_until_up()
+    print(f"{backend} is up after {engine.start_s} s", flush=True)
+
+
+def keep(
+    rows: Iterable[dict], into: list[dict], path: str | None, meta: dict,
+    text: Callable[[dict], str],
+) -> bool:  # fmt: skip
+    """Add rows to a list as they come, print them and save all. Returns whether an engine failed
+    before all had come, which is told."""
+    try:
+        for row in rows:
+            into.append(row)
+            print(text(row), flush=True)
+            if path:
+                provenance.save(path, meta, into)
+    except EngineError as error:
+        print(f"stopped after {len(into)} rows: {error}", file=sys.stderr)
+        return True
+    return False
 
 
 def in_turn(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:

@@ -7,6 +7,7 @@ the engine's work folder. The product knows nothing of it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from pathlib import Path
 from eval.engine_worker import MARK
 from eval.provenance import ROOT
 
-_LOG_TAIL_LINES = 25
+_LOG_TAIL_LINES = 30
 _EVAL_PLUGIN = "eval_plugin"
 # The product's entry points in pyproject.toml.
 _PRODUCT, _PRODUCT_PLATFORM = "prefix_attn", "prefix_attn_cpu"
@@ -42,14 +43,9 @@ class EngineProcess:
     """
 
     def __init__(
-        self,
-        arguments: dict,
-        folder: Path,
-        *,
-        plugin: str | None = None,
-        product: bool = True,
+        self, arguments: dict, folder: Path, *, plugin: str | None = None, product: bool = True,
         env: dict[str, str] | None = None,
-    ):
+    ):  # fmt: skip
         folder.mkdir(parents=True)
         site = make_site(folder / "site", plugin)
         config = folder / "engine.json"
@@ -59,15 +55,11 @@ class EngineProcess:
         self._wanted = plugin_names(product=product or on_cpu, evaluation=plugin is not None)
         with self._log_path.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "eval.engine_worker", str(config)],
-                cwd=folder,
+                [sys.executable, "-m", "eval.engine_worker", str(config)], cwd=folder,
                 env=environment(os.environ | (env or {}), site, self._wanted, on_cpu=on_cpu),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
                 start_new_session=True,
-            )
+            )  # fmt: skip
 
     def __enter__(self) -> EngineProcess:
         try:
@@ -83,7 +75,7 @@ class EngineProcess:
         if started["plugins"] != self._wanted:
             raise EngineError(
                 f"the engine loaded the plugins {started['plugins']}, not {self._wanted}:\n"
-                + self.log_tail()
+                + log_tail(self._log_path)
             )
         self.start_s: float = started["start_s"]
         self.pool_tokens: int = started["pool_tokens"]
@@ -98,23 +90,14 @@ class EngineProcess:
             self._process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise EngineError(f"the engine is gone:\n{self.log_tail()}") from None
+            raise EngineError(f"the engine is gone:\n{log_tail(self._log_path)}") from None
         answer = self._read()
         if "error" in answer:
-            raise EngineError(f"{op}: {answer['error']}\n{self.log_tail()}")
+            raise EngineError(f"{op}: {answer['error']}\n{log_tail(self._log_path)}")
         return answer
 
-    def log_tail(self) -> str:
-        lines = self._log_path.read_text(errors="replace").splitlines()
-        return "\n".join(lines[-_LOG_TAIL_LINES:])
-
     def close(self) -> None:
-        """End every process of the engine: SGLang's children outlive a parent that was killed."""
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self._process.wait()
+        end_group(self._process)
         self._process.stdin.close()
         self._process.stdout.close()
 
@@ -122,7 +105,20 @@ class EngineProcess:
         for line in self._process.stdout:
             if line.startswith(MARK):
                 return json.loads(line[len(MARK) :])
-        raise EngineError(f"the engine ended with {self._process.wait()}:\n{self.log_tail()}")
+        status = self._process.wait()
+        raise EngineError(f"the engine ended with {status}:\n{log_tail(self._log_path)}")
+
+
+def log_tail(log: Path) -> str:
+    """Return the last lines of a log."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:])
+
+
+def end_group(process: subprocess.Popen) -> None:
+    """End every process of a session: SGLang's children outlive a parent that was killed."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def end_on_sigterm() -> None:
@@ -142,8 +138,8 @@ def backend_env(backend: str) -> dict[str, str]:
     """Return environment variables of a backend name: prefix:KERNELS forces a family of kernels,
     prefix/DECODE lets prefill run plans."""
     kernels = backend.partition(":")[2]
-    env = {"SGL_PREFIX_ATTN_KERNELS": kernels} if kernels else {}
-    return env | ({"SGL_PREFIX_ATTN_PREFILL": "1"} if backend.startswith("prefix/") else {})
+    env = {"PREFIX_ATTN_KERNELS": kernels} if kernels else {}
+    return env | ({"PREFIX_ATTN_PREFILL": "1"} if backend.startswith("prefix/") else {})
 
 
 def folder_name(backend: str) -> str:
@@ -177,7 +173,7 @@ def environment(
     names = [*plugins, _PRODUCT_PLATFORM] if on_cpu else plugins or [_EVAL_PLUGIN]
     return {
         **base,
-        **({"SGL_PREFIX_ATTN_CPU_PLATFORM": "1"} if on_cpu else {}),
+        **({"PREFIX_ATTN_CPU_PLATFORM": "1"} if on_cpu else {}),
         "SGLANG_PLUGINS": ",".join(names),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(site), base.get("PYTHONPATH", "")])),
     }

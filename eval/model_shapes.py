@@ -10,130 +10,48 @@ import json
 from pathlib import Path
 
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False,
+    "mlp_bias": False, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
     "torch_dtype": "float32",
-}
+}  # fmt: skip
+# Sizes in this order.
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "rope_theta",
+)  # fmt: skip
+
+
+def _shape(*sizes: float, dtype: str = "bfloat16", kind: str = "llama", **others) -> dict:
+    shape = dict(zip(_SIZES, sizes, strict=True)) | {"torch_dtype": dtype} | others
+    names = {"qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "glm4_moe": "Glm4Moe"}
+    if kind in names:
+        shape |= {"architectures": [f"{names[kind]}ForCausalLM"], "model_type": kind}
+    return shape
+
+
 SHAPES = {
-    "llama3.1-8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rope_theta": 500000.0,
-        "torch_dtype": "bfloat16",
-    },
-    "llama3.1-70b": {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rope_theta": 500000.0,
-        "torch_dtype": "bfloat16",
-    },
-    "qwen2.5-7b": {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "vocab_size": 152064,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "torch_dtype": "bfloat16",
-    },
-    "qwen3-8b": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "torch_dtype": "bfloat16",
-    },
-    "qwen3-30b-a3b": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "decoder_sparse_step": 1,
-        "norm_topk_prob": True,
-        "mlp_only_layers": [],
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "torch_dtype": "bfloat16",
-    },
-    "glm4.5-air": {
-        "architectures": ["Glm4MoeForCausalLM"],
-        "model_type": "glm4_moe",
-        "attention_bias": True,
-        "partial_rotary_factor": 0.5,
-        "hidden_size": 4096,
-        "intermediate_size": 10944,
-        "moe_intermediate_size": 1408,
-        "n_routed_experts": 128,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0,
-        "num_hidden_layers": 46,
-        "num_attention_heads": 96,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151552,
-        "max_position_embeddings": 131072,
-        "rope_theta": 1000000.0,
-        "torch_dtype": "bfloat16",
-    },
-    "tiny": {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "vocab_size": 1024,
-        "max_position_embeddings": 8192,
-    },
-}
+    "llama3.1-8b": _shape(4096, 14336, 32, 32, 8, 128, 128256, 131072, 5e5),
+    "llama3.1-70b": _shape(8192, 28672, 80, 64, 8, 128, 128256, 131072, 5e5),
+    "qwen2.5-7b": _shape(
+        3584, 18944, 28, 28, 4, 128, 152064, 131072, 1e6, kind="qwen2", rms_norm_eps=1e-6
+    ),
+    "qwen3-8b": _shape(
+        4096, 12288, 36, 32, 8, 128, 151936, 40960, 1e6, kind="qwen3", rms_norm_eps=1e-6
+    ),
+    "qwen3-30b-a3b": _shape(
+        2048, 6144, 48, 32, 4, 128, 151936, 40960, 1e6, kind="qwen3_moe", rms_norm_eps=1e-6,
+        moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, decoder_sparse_step=1,
+        norm_topk_prob=True, mlp_only_layers=[],
+    ),
+    "glm4.5-air": _shape(
+        4096, 10944, 46, 96, 8, 128, 151552, 131072, 1e6, kind="glm4_moe", attention_bias=True,
+        partial_rotary_factor=0.5, moe_intermediate_size=1408, n_routed_experts=128,
+        n_shared_experts=1, num_experts_per_tok=8, first_k_dense_replace=1, n_group=1,
+        topk_group=1, norm_topk_prob=True, routed_scaling_factor=1.0,
+    ),
+    "tiny": _shape(256, 512, 2, 8, 2, 32, 1024, 8192, 1e4, dtype="float32"),
+}  # fmt: skip
 
 _SHARED_OUT = (
     "num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -21,8 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 COMMIT_ENV = "BENCH_COMMIT"
 PACKAGES = ("torch", "triton", "flashinfer-python", "sglang", "sglang-kernel", "sgl-prefix-attn")
 _SOURCE_SUFFIXES = (".py", ".cu", ".cuh", ".h", ".hpp", ".cpp")
-# Not a project's own sources; hidden folders are left out, too.
-_FOREIGN_FOLDERS = ("third_party", "cutlass", "build", "dist")
+# Folders of what is no project's own source, hidden ones among them.
+_FOREIGN = re.compile(r"(?:^|/)(?:third_party|cutlass|build|dist|\.[^/]*)/")
 
 
 def collect(module: str, argv: list[str], **extra) -> dict:
@@ -82,25 +83,14 @@ def sources(folder: str | Path) -> dict:
     """
     folder = Path(folder).resolve()
     commit, dirty = _commit(folder)
-    digest, files = hashlib.sha256(), _source_files(folder)
-    for path in files:
-        content = hashlib.sha256((folder / path).read_bytes()).hexdigest()
-        digest.update(f"{path} {content}\n".encode())
-    return {
-        "commit": commit,
-        "dirty": dirty,
-        "sha256": digest.hexdigest(),
-        "num_files": len(files),
-    }
-
-
-def _source_files(folder: Path) -> list[str]:
-    def is_own(path: Path) -> bool:
-        return not any(part in _FOREIGN_FOLDERS or part.startswith(".") for part in path.parts[:-1])
-
-    paths = (path for path in folder.rglob("*") if path.suffix in _SOURCE_SUFFIXES)
-    relative = (path.relative_to(folder) for path in paths if path.is_file())
-    return sorted(path.as_posix() for path in relative if is_own(path))
+    found = (path for path in folder.rglob("*") if path.suffix in _SOURCE_SUFFIXES)
+    files = sorted(p.relative_to(folder).as_posix() for p in found if p.is_file())
+    own = [name for name in files if not _FOREIGN.search(name)]
+    digest = hashlib.sha256()
+    for name in own:
+        content = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        digest.update(f"{name} {content}\n".encode())
+    return {"commit": commit, "dirty": dirty, "sha256": digest.hexdigest(), "num_files": len(own)}
 
 
 def _git(folder: Path, *args: str) -> str:

@@ -1,9 +1,9 @@
-"""python -m eval.report RESULT.json... [--readme README.md] [--check]: tables from result files.
+"""python -m eval.report [RESULT.json...] [--check]: tables from result files.
 
-Prints Markdown for kernel, engine, serving, agent, trace and policy results, and for those of the
-papers' experiments together. With --readme it replaces what stands between `<!-- bench:begin -->`
-and `<!-- bench:end -->`; with --check it changes nothing and exits with 1 when the README says
-anything else than the files.
+Of the files that it is given it prints the main figures, as Markdown: of kernels, engines, servers,
+agents, traces and the policy, and of the papers' experiments together. Without files it writes the
+tables of the pages (eval/pages/blocks.py); with --check it changes nothing and exits with 1 when a
+page says anything else than the result files.
 """
 
 from __future__ import annotations
@@ -16,53 +16,40 @@ from eval import provenance
 from eval.bench_agents import agent_tables
 from eval.bench_kernel import kernel_tables
 from eval.bench_serving import serving_tables
-from eval.bench_trace import trace_tables
+from eval.bench_trace import replay_figures
 from eval.markdown import table
+from eval.pages import blocks
 from eval.papers import paper_tables
 from eval.policy_holdout import policy_text
 
-BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
-
-def markdown(
-    results: list[tuple[str, dict]], baseline: str | None = None, short: bool = False
-) -> str:
+def markdown(results: list[tuple[str, dict]], baseline: str | None = None) -> str:
     """Turn (file name, result) pairs into Markdown, one section per file and one for all files of
-    the papers' experiments; `baseline`: of servers' ratios; `short`: of servers and agents the
-    main figures. Raises ValueError for a result of anything else than kernels, engines, servers,
-    agents, first tokens, traces, the policy and papers."""
+    the papers' experiments; `baseline`: of servers' ratios. Raises ValueError for a result of
+    anything else than kernels, engines, servers, agents, first tokens, traces, the policy and
+    papers."""
     papers = [(name, result) for name, result in results if "experiment" in result["rows"][0]]
-    sections = [_section(*pair, baseline, short) for pair in results if pair not in papers]
+    sections = [_section(*pair, baseline) for pair in results if pair not in papers]
     if papers:
-        rows = paper_tables.merged([result["rows"] for _, result in papers])
+        rows = [row for _, result in papers for row in result["rows"]]
         sources = [_source(name, result["meta"]) for name, result in papers]
         sections.append("\n\n".join([paper_tables.markdown(rows), *sources]))
     return "\n\n".join(sections) + "\n"
 
 
-def replace_between(text: str, tables: str) -> str:
-    """Replace the part of `text` between the markers. Raises ValueError without markers."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"expected {BEGIN} and {END} once each, in this order")
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{tables}{END}{rest.split(END)[1]}"
-
-
-def _section(name: str, result: dict, baseline: str | None, short: bool) -> str:
+def _section(name: str, result: dict, baseline: str | None) -> str:
     rows, meta = result["rows"], result["meta"]
     first = rows[0]
     if "run_page_size" in first:
         body = [kernel_tables.markdown(rows)]
     elif "program" in first:
-        body = [agent_tables.summary(rows) if short else agent_tables.markdown(rows)]
-    elif "e2e_ms" in first and short:
-        body = [serving_tables.summary(rows, meta["settings"])]
+        body = [agent_tables.markdown(rows)]
     elif "e2e_ms" in first:
         body = [serving_tables.markdown(rows, meta["settings"], baseline)]
     elif "group" in first:
         body = [_ttft_table(rows)]
     elif "ttft_ms" in first:
-        body = [trace_tables.markdown(rows, meta["trace"])]
+        body = [replay_figures.markdown(rows)]
     elif "tpot_ms" in first:
         body = [_engine_table(rows)]
     elif "predicted_stock_us" in first:
@@ -109,49 +96,38 @@ def _peer(name: str, sources: dict) -> str:
 
 def _engine_table(rows: list[dict]) -> str:
     """Tabulate TPOT of each backend on each workload and its ratio to the baseline's."""
-    backends = list(dict.fromkeys(row["backend"] for row in rows))
-    places: dict[tuple, dict[str, str]] = {}
-    for row in rows:
-        prompt = f"{row['shared']} + {row['private']}"
-        cells = places.setdefault((row["workload"], row["batch"], prompt, row["page_size"]), {})
-        cells[row["backend"]] = f"{row['tpot_ms']:.2f} ms ({row['ratio']:.3f})"
-    lines = (
-        (*place, *(cells.get(backend, "-") for backend in backends))
-        for (_, *place), cells in places.items()
-    )
-    columns = ("requests", "shared + private prompt", "page size", *backends)
+    cells = [
+        (row["batch"], f"{row['shared']} + {row['private']}", row["backend"],
+         f"{row['tpot_ms']:.2f} ms", f"{row['ratio']:.3f}")
+        for row in sorted(rows, key=lambda row: row["workload"])
+    ]  # fmt: skip
     baseline = next(row["backend"] for row in rows if row["ratio"] == 1)
     head = f"TPOT, median, and its ratio to that of `{baseline}` in the same run.\n\n"
-    return head + table(columns, lines)
+    return head + table(("requests", "shared + private prompt", "backend", "TPOT", "ratio"), cells)
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.report", description=__doc__)
-    parser.add_argument("results", nargs="+", metavar="RESULT.json")
-    parser.add_argument("--readme", metavar="PAGE", help="its tables are replaced, or checked")
+    parser.add_argument("results", nargs="*", metavar="RESULT.json", help="or none: the pages")
     parser.add_argument("--baseline", help="backend that servers' ratios are to; or each file's")
-    parser.add_argument("--short", action="store_true", help="main figures of servers and agents")
-    parser.add_argument("--check", action="store_true", help="compare only")
+    parser.add_argument("--check", action="store_true", help="compare the pages only")
     args = parser.parse_args(argv)
-    if args.check and not args.readme:
-        parser.error("--check needs --readme")
+    if args.results and args.check:
+        parser.error("--check is about the pages: it takes no files")
     try:
-        results = [(Path(name).name, provenance.load(name)) for name in args.results]
-        tables = markdown(results, args.baseline, args.short)
-        if not args.readme:
-            print(tables, end="")
+        if args.results:
+            results = [(Path(name).name, provenance.load(name)) for name in args.results]
+            print(markdown(results, args.baseline), end="")
             return 0
-        readme = Path(args.readme)
-        old = readme.read_text()
-        new = replace_between(old, tables)
+        stale = blocks.stale()
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    if args.check:
-        if new != old:
-            print(f"{readme} is not what the result files say: run without --check")
-        return int(new != old)
-    readme.write_text(new)
-    return 0
+    for page, text in stale:
+        if args.check:
+            print(f"{page} is not what the result files say: run python -m eval.report")
+        else:
+            page.write_text(text)
+    return int(args.check and bool(stale))
 
 
 if __name__ == "__main__":

@@ -1,21 +1,16 @@
 """One SGLang HTTP server as a child process: start, wait until healthy, read counters, stop.
 
-    with ServerProcess(arguments, log=folder / "server.log", env=environment) as server:
-        server.wait_until_healthy()
-        before = server.counters()
-        ...  # requests to server.url
-        server.flush_cache()
-
-`backend_server` makes one of an evaluation's backend name, such as default, fa3, prefix or
-fa3/prefix:row_tiles. Every process of a server is ended when its `with` block is left, by whatever
+`random_server` makes one of an evaluation's backend name, such as default, fa3, prefix or
+fa3/prefix:portable. Every process of a server is ended when its `with` block is left, by whatever
 exception (engine_process.end_on_sigterm makes one of SIGTERM).
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-import signal
+import random
 import socket
 import subprocess
 import sys
@@ -30,19 +25,21 @@ from prometheus_client.parser import text_string_to_metric_families
 from eval.engine_process import (
     backend_arguments,
     backend_env,
+    end_group,
     environment,
     folder_name,
+    log_tail,
     make_site,
     names_prefix,
     plugin_names,
 )
 
 DEFAULT = "default"  # the attention backend that SGLang picks
-LOG_TAIL_LINES = 30
+_CPU_ARGUMENTS = ("--device", "cpu", "--dtype", "float32", "--max-total-tokens", "32768")
 _POLL_S, _TELL_EVERY_S = 0.5, 10.0
-_FLUSH_LIMIT_S = 60.0
+_ANSWER_LIMIT_S, _FLUSH_LIMIT_S = 60.0, 60.0
 # One thread: more of them wait for each other longer than they compute.
-CPU_ENV = {"SGL_PREFIX_ATTN_CPU_PLATFORM": "1", "OMP_NUM_THREADS": "1"}
+CPU_ENV = {"PREFIX_ATTN_CPU_PLATFORM": "1", "OMP_NUM_THREADS": "1"}
 
 Counters = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -61,30 +58,22 @@ class ServerProcess:
     arguments      of sglang.launch_server but for --host and --port
     log            file for its output; its folder is made
     env            its whole environment; None: this process's
-    port           None: a free one
     start_limit_s  wait_until_healthy waits so long
     progress       is told what is waited for
     """
 
     def __init__(
-        self,
-        arguments: Sequence[str],
-        *,
-        log: Path,
-        env: Mapping[str, str] | None = None,
-        port: int | None = None,
-        start_limit_s: float = 600.0,
-        progress: Callable[[str], object] = print,
-    ):
+        self, arguments: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None,
+        start_limit_s: float = 900.0, progress: Callable[[str], object] = print,
+    ):  # fmt: skip
         self.log = log
         self.url = ""
-        self.arguments, self.env, self._port = list(arguments), env, port
+        self.arguments, self.env = list(arguments), env
         self._start_limit_s, self._progress = start_limit_s, progress
         self._process: subprocess.Popen | None = None
 
     def __enter__(self) -> ServerProcess:
-        port = free_port() if self._port is None else self._port
-        _refuse_taken(port)
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         place = ("--host", "127.0.0.1", "--port", str(port))
@@ -92,12 +81,9 @@ class ServerProcess:
             # In a session of its own: one signal then reaches all of its processes.
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "sglang.launch_server", *self.arguments, *place],
-                env=self.env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
+                env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                 start_new_session=True,
-            )
+            )  # fmt: skip
         return self
 
     def __exit__(self, *_) -> None:
@@ -106,9 +92,7 @@ class ServerProcess:
     def stop(self) -> None:
         """End every process of the server at once: told politely, it takes the end of its children
         for a crash and looks into that for seconds."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        end_group(self._process)
 
     def wait_until_healthy(self) -> float:
         """Return how many seconds that took. Raises ServerError if the server ends before, or takes
@@ -117,7 +101,7 @@ class ServerProcess:
         while True:
             self.check_alive("before it was healthy")
             with contextlib.suppress(urllib.error.URLError, OSError):
-                _request(f"{self.url}/health")
+                fetch(f"{self.url}/health")
                 return time.monotonic() - start
             now = time.monotonic()
             if now - start > self._start_limit_s:
@@ -140,39 +124,31 @@ class ServerProcess:
         """Empty the radix cache; waits for running requests to end. Raises ServerError."""
         self._ask(f"/flush_cache?timeout={_FLUSH_LIMIT_S:g}", method="POST", limit_s=90)
 
-    def log_tail(self) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
-
     def error(self, what: str) -> ServerError:
         """Make an error that says `what` of this server and ends with its log."""
-        return ServerError(f"the SGLang server {what} ({self.log})", self.log_tail())
+        return ServerError(f"the SGLang server {what} ({self.log})", log_tail(self.log))
 
-    def _ask(self, path: str, **request) -> str:
+    def _ask(self, path: str, limit_s: float = _ANSWER_LIMIT_S, **request) -> str:
         try:
-            return _request(self.url + path, **request)
+            return fetch(self.url + path, limit_s=limit_s, **request)
         except OSError as error:
             self.check_alive(f"before it answered {path}")
             raise self.error(f"did not answer {path}: {error}") from None
 
 
-def backend_server(
-    backend: str,
-    model: Path,
-    folder: Path,
-    *,
-    arguments: Sequence[str] = (),
-    on_cpu: bool = False,
-    **process,
+def random_server(
+    backend: str, model: Path, folder: Path, max_running: int, *more: str, on_cpu: bool
 ) -> ServerProcess:
-    """Make the server of a backend, named as bench_engine names them or `default`.
+    """Make the server of a backend, named as bench_engine names them or `default`, whose weights
+    are random.
 
-    folder     a new one is made in it, with the log and what the server's search path needs
-    arguments  of sglang.launch_server beside those that the backend and the model are
-    on_cpu     the server runs on the platform that the plugin brings, in float32
-    process    port, start_limit_s and progress of ServerProcess
+    folder  a new one is made in it, with the log and what the server's search path needs
+    more    arguments of sglang.launch_server
+    on_cpu  the server runs on the platform that the plugin brings, in float32
 
     A backend that is not ours loads no plugin of ours, but on a CPU.
     """
+    print(f"starting {backend}", flush=True)
     home = folder / folder_name(backend)
     home.mkdir(parents=True)
     plugins = plugin_names(product=names_prefix(backend) or on_cpu, evaluation=False)
@@ -181,12 +157,13 @@ def backend_server(
         [
             *("--model-path", str(model)),
             *backend_flags(backend),
-            *(("--device", "cpu", "--dtype", "float32") if on_cpu else ()),
-            *arguments,
+            *("--load-format", "dummy", "--random-seed", "1", "--enable-metrics"),
+            *("--max-running-requests", str(max_running)),
+            *(_CPU_ARGUMENTS if on_cpu else ()),
+            *more,
         ],
         log=home / "server.log",
         env=environment(base, make_site(home / "site", None), plugins, on_cpu=on_cpu),
-        **process,
     )
 
 
@@ -198,6 +175,11 @@ def backend_flags(backend: str) -> list[str]:
     return [word for key, value in flags for word in ("--" + key.replace("_", "-"), value)]
 
 
+def read_counters(url: str) -> Counters:
+    """Read /metrics of any server as {(name, sorted labels): value}. Raises OSError."""
+    return parse_metrics(fetch(f"{url}/metrics"))
+
+
 def parse_metrics(text: str) -> Counters:
     """Return samples of the Prometheus text format as {(name, sorted labels): value}."""
     return {
@@ -207,28 +189,31 @@ def parse_metrics(text: str) -> Counters:
     }
 
 
+def samples(counters: Counters, name: str) -> list[tuple[dict[str, str], float]]:
+    """Return labels and value of each sample of a metric that is not 0."""
+    return [(dict(of), value) for (found, of), value in counters.items() if found == name and value]
+
+
 def growth(before: Counters, after: Counters) -> Counters:
     """Return what each sample grew by; one that was not there before began at 0."""
     return {key: value - before.get(key, 0) for key, value in after.items()}
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _refuse_taken(port: int) -> None:
-    """Raises ServerError: another server there would be measured in this one's place."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    """Find a port below those that systems hand out, which would give it to another process until
+    the server binds it."""
+    while True:
+        port = random.randrange(10_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise ServerError(f"port {port} is not free: {error.strerror}", "") from None
+            return port
 
 
-def _request(url: str, *, method: str = "GET", limit_s: float = 10.0) -> str:
-    request = urllib.request.Request(url, method=method)
+def fetch(url: str, *, body: dict | None = None, method: str = "GET", limit_s: float = 10.0) -> str:
+    """Return what a server answers; `body` is posted as JSON. Raises OSError."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    method = method if body is None else "POST"
+    request = urllib.request.Request(url, data, headers, method=method)
     with urllib.request.urlopen(request, timeout=limit_s) as response:
         return response.read().decode()

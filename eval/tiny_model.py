@@ -78,24 +78,19 @@ def _write_tokenizer(path: Path, vocab: int, max_length: int) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab,
-        special_tokens=list(_SPECIAL),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+        vocab_size=vocab, special_tokens=list(_SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+    )  # fmt: skip
     tokenizer.train_from_iterator(_CORPUS, trainer)
     # So short a text gives fewer merges than `vocab`: pad, so that every id decodes.
     missing = vocab - tokenizer.get_vocab_size()
     tokenizer.add_tokens([f"<extra_{i}>" for i in range(missing)])
     tokenizer.save(str(path / "tokenizer.json"))
     settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": _SPECIAL[0],
-        "bos_token": _SPECIAL[1],
-        "eos_token": _SPECIAL[2],
-        "model_max_length": max_length,
+        "tokenizer_class": "PreTrainedTokenizerFast", "pad_token": _SPECIAL[0],
+        "bos_token": _SPECIAL[1], "eos_token": _SPECIAL[2], "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
-    }
+    }  # fmt: skip
     _write_json(path / "tokenizer_config.json", settings)
 
 

@@ -6,7 +6,7 @@ from sgl_prefix_attn.patches.graph_capture import RUNNER
 TARGET = f"{RUNNER}.can_run_graph"
 TYPE = "around"
 PARAMETERS = ("self", "forward_batch")
-WHY = "a cross-checked step (SGL_PREFIX_ATTN_CHECK) runs both backends; a graph holds one"
+WHY = "a cross-checked step (PREFIX_ATTN_CHECK) runs both backends; a graph holds one"
 
 
 def hook(original, runner, forward_batch, *args, **kwargs):

@@ -30,6 +30,7 @@ def main(target: Path, wanted: str = "") -> None:
     stamp = target / f".installed-{key(release, gpu)}"
     if stamp.exists():
         return
+    refuse_anothers(target)
     start = time.monotonic()
     kind = "CUDA" if gpu else "CPU"
     say(f"installing SGLang {release}, {kind} set, into {target} with Python {python_version()}")
@@ -38,13 +39,26 @@ def main(target: Path, wanted: str = "") -> None:
         say(f"making {target}")
         venv.create(target, with_pip=True)
     for label, arguments in pip_steps(release, gpu):
-        run_step(label, [str(python), "-m", "pip", "install", *arguments])
+        # Most of what comes is never imported; Python compiles the rest when it is.
+        run_step(label, [str(python), "-m", "pip", "install", "--no-compile", *arguments])
     if not gpu:
         add_torchvision_shim(python)
     for old in target.glob(".installed-*"):
         old.unlink()
-    stamp.touch()
+    stamp.write_text(f"{ROOT}\n")
     say(f"installed in {time.monotonic() - start:.0f} s; the next run installs nothing")
+
+
+def refuse_anothers(target: Path) -> None:
+    """Raise LookupError where another checkout, one that is still there, has this package installed
+    from its own sources in the environment: it would run ours from then on."""
+    for stamp in target.glob(".installed-*"):
+        owner = stamp.read_text().strip()
+        if owner and Path(owner) != ROOT and Path(owner, "pyproject.toml").exists():
+            raise LookupError(
+                f"{target} runs the sources of {owner}; give this checkout an environment of its "
+                f"own (make VENV=.venv-mine), or hand that one over: rm {stamp}"
+            )
 
 
 def choose_release(wanted: str, minor: int) -> str:

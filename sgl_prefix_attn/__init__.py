@@ -7,22 +7,27 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sgl_prefix_attn.api.attention_wrapper import PrefixAttentionWrapper
-    from sgl_prefix_attn.api.wrapper import PrefixDecodeWrapper
+    from sgl_prefix_attn.api.wrapper import PrefixAttentionWrapper
     from sgl_prefix_attn.execute.lse import Lse
 
 __version__ = "0.1.2"
 
-__all__ = ["Lse", "PrefixAttentionWrapper", "PrefixDecodeWrapper", "__version__"]
+__all__ = ["Lse", "PrefixAttentionWrapper", "__version__"]
+
+
+_MODULES = {"Lse": "execute.lse", "PrefixAttentionWrapper": "api.wrapper"}
+_REPLACED = {"PrefixDecodeWrapper": "PrefixAttentionWrapper"}
 
 
 def __getattr__(name: str):
     """Import public names at first use, so that importing the package stays cheap."""
-    modules = {
-        "Lse": "execute.lse",
-        "PrefixAttentionWrapper": "api.attention_wrapper",
-        "PrefixDecodeWrapper": "api.wrapper",
-    }
-    if name not in modules:
+    if name in _REPLACED:
+        raise AttributeError(f"{__name__}.{name} is gone: use {__name__}.{_REPLACED[name]}")
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{modules[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """List what is imported at first use, too."""
+    return sorted({*globals(), *_MODULES})

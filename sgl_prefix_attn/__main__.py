@@ -2,6 +2,6 @@
 
 import sys
 
-from sgl_prefix_attn.cli.main import main
+from sgl_prefix_attn.tools.main import main
 
 sys.exit(main())

@@ -1,28 +1,136 @@
-"""The package's own njit: compiled code is kept on disk, where there is a folder for it."""
+"""The package's own njit: compiled code is kept on disk, where there is a folder for it, under a
+digest of the sources that it comes from."""
 
 import functools
+import hashlib
 import logging
-from collections.abc import Callable
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
-from numba import njit
+from numba import config, njit
+from numba.core import event
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 
 logger = logging.getLogger(__name__)
-_log_once = functools.cache(logger.info)
+_log_once = functools.cache(logger.log)
+
+PACKAGE = Path(__file__).parent
+# Constants and functions that compiled code of any folder takes from elsewhere.
+_EVERYWHERE = ("plan/*.py", "kernels/words.py", "records.py")
+LONG_S = 2.0  # of compiling: a machine that has not run this before
 
 
 def cached_njit(function: Callable) -> Callable:
-    """Apply njit(cache=True), or plain njit where numba finds no folder to write to.
+    """Apply njit and keep what it compiles, or njit alone where there is no folder to write to.
 
-    numba looks at NUMBA_CACHE_DIR, beside the source file and in the user's cache folder, and
-    raises RuntimeError: a read-only installation without a home folder must serve nevertheless.
+    Not njit(cache=True), whose files hold for one path and time of the source, so that a fresh
+    installation compiles again, and not for the constants that the function takes from other
+    modules. A read-only installation without a home folder must serve nevertheless.
     """
+    compiled = njit(function)
     try:
-        return njit(cache=True)(function)
+        compiled._cache = _Cache(function)
     except RuntimeError as error:
         if "no locator available" not in str(error):  # a bad NUMBA_* variable
             raise
         _log_once(
+            logging.INFO,
             "the planner is compiled at every start, which takes some seconds: numba can write to "
-            "no cache folder; NUMBA_CACHE_DIR names one"
+            "no cache folder; NUMBA_CACHE_DIR names one",
         )
-        return njit(function)
+    return compiled
+
+
+def folders() -> Iterator[Path]:
+    """Where compiled code may be kept, best first; those that cannot be written are passed over."""
+    if config.CACHE_DIR:
+        yield Path(config.CACHE_DIR)
+        return
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        yield Path(base) / "sgl_prefix_attn" / "compiled"
+    except RuntimeError:  # neither HOME nor an entry in the user database
+        pass
+    yield PACKAGE / "__pycache__"
+
+
+def sources(file: Path) -> list[Path]:
+    """The files that a function compiled in `file` depends on: its folder's, and the planner's."""
+    every = [path for pattern in _EVERYWHERE for path in PACKAGE.glob(pattern)]
+    return sorted({*every, *file.parent.glob("*.py")})
+
+
+@functools.cache
+def _digest(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sources(folder / "_"):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+class _BySources(_CacheLocator):
+    """Says where numba keeps a function: in a folder named after the digest of its sources."""
+
+    def __init__(self, function: Callable, folder: Path):
+        self._line, self._folder = function.__code__.co_firstlineno, folder
+
+    def get_cache_path(self) -> str:
+        return str(self._folder)
+
+    def get_source_stamp(self) -> str:
+        return self._folder.name
+
+    def get_disambiguator(self) -> str:
+        return str(self._line)
+
+    @classmethod
+    def from_function(cls, py_func: Callable, py_file: str) -> "_BySources | None":
+        for folder in folders():
+            found = cls(py_func, folder / _digest(Path(py_file).parent))
+            try:
+                found.ensure_cache_path()
+            except OSError:
+                continue
+            return found
+        return None
+
+
+class _CacheImpl(CompileResultCacheImpl):
+    _locator_classes = [_BySources]
+
+
+class _Cache(FunctionCache):
+    _impl_class = _CacheImpl
+
+
+class _SaysSo(event.Listener):
+    """Says once, while it goes on, that the package's functions have been compiling for a while."""
+
+    def __init__(self) -> None:
+        self._depth, self._start, self._spent = 0, 0.0, 0.0
+
+    def notify(self, event: Any) -> None:
+        module = event.data["dispatcher"].py_func.__module__
+        if module.startswith(f"{PACKAGE.name}."):  # others may use numba in this process, too
+            super().notify(event)
+
+    def on_start(self, event: Any) -> None:
+        if self._depth == 0:
+            self._start = time.monotonic()
+        self._depth += 1
+        if self._spent + time.monotonic() - self._start > LONG_S:
+            _log_once(
+                logging.WARNING,
+                "compiling the planner, up to a minute where these sources have not run before",
+            )
+
+    def on_end(self, event: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._spent += time.monotonic() - self._start
+
+
+event.register("numba:compile", _SaysSo())

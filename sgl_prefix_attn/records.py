@@ -1,6 +1,6 @@
 """The records that pass between stages, in the order of the data flow.
 
-    PathTable -> Forest -> Packing -> Packs -> Plan
+    PathTable -> Forest -> Packing -> Packs    (the last two only where nodes are split off)
 
 Every stage is a pure function from one record to the next; nothing here imports another stage.
 Arrays are numpy on the host. B is the number of requests, N the number of nodes.
@@ -10,33 +10,57 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 # The two kinds of kernels that a decode step runs: ours over a plan, or "stock" ones: those of the
-# SGLang backend that ours composes (FlashInfer on a GPU, torch_native on a CPU).
+# SGLang backend that ours composes, the fallback (engine/fallback.py).
 PREFIX, STOCK = "prefix", "stock"
+# SGLang's names of fallbacks whose decode has a time model (predict/stock_time.py).
+FLASHINFER, FA3 = "flashinfer", "fa3"
+# The strategy (plan/profit.py) that every kernel's plans can have.
+CALIBRATED = "calibrated"
 
 
 class PlanTooLarge(RuntimeError):
     """The plan needs more workspace than the executor was made with."""
 
 
+class HeadSizes(NamedTuple):
+    """What compiled loops take of a HeadConfig."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    group_size: int
+    head_dim: int
+    value_dim: int
+    token_dim: int
+
+
 @dataclass(frozen=True)
 class HeadConfig:
     """Attention heads of one layer on one tensor-parallel rank.
 
-    Raises ValueError when the query heads are no multiple of the KV heads.
+    head_dim    elements of a query and of a key
+    latent_dim  of absorbed multi-head latent attention, whose token is one row for its one KV head:
+                the key, of which the first latent_dim elements are the value, too; None: keys and
+                values are apart, and alike
+
+    Raises ValueError when the query heads are no multiple of the KV heads, or a latent row is not
+    for one KV head or shorter than its value.
     """
 
     num_qo_heads: int
     num_kv_heads: int
     head_dim: int
+    latent_dim: int | None = None
 
     def __post_init__(self):
-        for name in ("num_qo_heads", "num_kv_heads", "head_dim"):
+        for name in ("num_qo_heads", "num_kv_heads", "head_dim", "latent_dim"):
             value = getattr(self, name)
+            if name == "latent_dim" and value is None:
+                continue
             if not isinstance(value, int) or value <= 0:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
         if self.num_qo_heads % self.num_kv_heads:
@@ -44,11 +68,45 @@ class HeadConfig:
                 f"num_qo_heads ({self.num_qo_heads}) must be a multiple of num_kv_heads "
                 f"({self.num_kv_heads})"
             )
+        if self.latent_dim is not None and (
+            self.num_kv_heads > 1 or self.latent_dim > self.head_dim
+        ):
+            raise ValueError(
+                f"latent_dim ({self.latent_dim}) is for one KV head, not {self.num_kv_heads}, and "
+                f"at most head_dim ({self.head_dim})"
+            )
 
     @property
     def group_size(self) -> int:
         """Query heads that share one KV head (GQA)."""
         return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of a value and of an output."""
+        return self.latent_dim or self.head_dim
+
+    @property
+    def token_dim(self) -> int:
+        """Elements of KV that a token has for one KV head."""
+        return self.head_dim if self.latent_dim else 2 * self.head_dim
+
+    @property
+    def sizes(self) -> HeadSizes:
+        return HeadSizes(
+            self.num_qo_heads, self.num_kv_heads, self.group_size, self.head_dim, self.value_dim,
+            self.token_dim,
+        )  # fmt: skip
+
+    @property
+    def shape(self) -> str:
+        """Name the heads in file names: query heads, KV heads and dimensions."""
+        latent = f"-{self.latent_dim}" if self.latent_dim else ""
+        return f"{self.num_qo_heads}-{self.num_kv_heads}-{self.head_dim}{latent}"
+
+    def __str__(self) -> str:
+        dims = f"{self.head_dim}, {self.latent_dim} latent" if self.latent_dim else self.head_dim
+        return f"{self.num_qo_heads}/{self.num_kv_heads} heads of {dims}"
 
 
 @dataclass(frozen=True)
@@ -132,7 +190,8 @@ class Packing:
 
 @dataclass(frozen=True)
 class Packs:
-    """Queries that read one stretch of KV together: one CTA's work before tiling.
+    """Queries that read one stretch of KV together, as the papers group them; plan/split_nodes.py
+    makes items of those of nodes.
 
     kv_start, kv_end int32 [P]    KV positions; every query of the pack has the same slots there
     tail             int32 [P]    the request whose tail ends the pack (it grows), else -1
@@ -152,89 +211,12 @@ class PlanStats:
     """What one layer of a planned step reads, in KV tokens of all KV heads, and its parts."""
 
     num_nodes: int
-    num_packs: int
+    num_tiles: int
     num_items: int
     num_partials: int
     kv_tokens_read: int
     kv_tokens_query_centric: int
     kv_tokens_unique: int
-
-
-@dataclass(frozen=True)
-class PlanWork:
-    """What one layer of a plan does, for predicting its time; tokens count for all KV heads.
-
-    tail_tokens    KV tokens that tails tiles read
-    shared_tokens  KV tokens that shared tiles read ...
-    reread_tokens  ... and read again, for row tiles beyond a pack's first
-    shared_rows    shared tokens times the rows of the tiles over them
-    tail_items, shared_items  work items, each run once per KV head
-    tail_chain, shared_chain  time of the busiest CTA, in KV tokens of a tails CTA: whole blocks of
-                   a tile, its work items' fixed cost, and for tails the wait for shared CTAs
-    partials       partial rows ...
-    most_parts     ... and how many of them the request with most of them has, 0 without any
-    """
-
-    tail_tokens: int
-    shared_tokens: int
-    reread_tokens: int
-    shared_rows: int
-    tail_items: int
-    shared_items: int
-    tail_chain: float
-    shared_chain: float
-    partials: int
-    most_parts: int
-
-
-class StepPlan(Protocol):
-    """What the plans of all families of kernels tell: more is between a planner and its kernels.
-
-    words           int32 [...]  in the layout that the family's kernels read
-    num_index_slots entries that kv_indices needs (headroom included)
-    num_partials    rows of partial_out and lse that the step needs
-    longest         KV tokens of the longest segment
-    appends_left    tokens that every request may grow before its headroom is full
-    """
-
-    @property
-    def words(self) -> np.ndarray: ...
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def num_index_slots(self) -> int: ...
-    @property
-    def num_partials(self) -> int: ...
-    @property
-    def longest(self) -> int: ...
-    @property
-    def appends_left(self) -> int: ...
-    @property
-    def stats(self) -> PlanStats: ...
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One decode step as packs, a StepPlan; valid for any KV pool with the same slots.
-
-    words     int32 [...]  layout in kernels/layout.py
-    seq_lens  int32 [B] lengths at planning time
-    """
-
-    words: np.ndarray
-    batch_size: int
-    num_index_slots: int
-    num_partials: int
-    appends_left: int
-    seq_lens: np.ndarray
-    stats: PlanStats
-    work: PlanWork
-    forest: Forest
-    packs: Packs
-
-    @property
-    def longest(self) -> int:
-        return int((self.packs.kv_end - self.packs.kv_start).max(initial=1))
 
 
 @dataclass(frozen=True)
@@ -250,10 +232,8 @@ class Decision:
     """Which kernels run this decode step (PREFIX or STOCK) and why.
 
     predicted  what the choice rests on, None where it rests on nothing measured
-    strategy   what a prefix step's plan is made with; None for a stock step
     """
 
     variant: str
     reason: str
     predicted: Prediction | None = field(default=None, compare=False)
-    strategy: str | None = field(default=None, compare=False)

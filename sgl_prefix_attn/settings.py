@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 BACKEND_NAME = "prefix"  # of --attention-backend
-PREFIX = "SGL_PREFIX_ATTN_"
+VARIABLE_PREFIX = "PREFIX_ATTN_"
 
 _FLAG = {"0": False, "1": True}
 _FOLDER = "a folder"
@@ -28,45 +28,53 @@ def _variable(default: Any, kind: dict[str, Any] | int | str, doc: str) -> Any:
 
 @dataclass(frozen=True)
 class Settings:
-    """Values of all variables; SGL_PREFIX_ATTN_STRATEGY is `strategy`, and so on."""
+    """Values of all variables; PREFIX_ATTN_STRATEGY is `strategy`, and so on."""
 
     strategy: str = _variable(
         "calibrated",
         _words("query", "naive", "compute", "pat", "calibrated"),
-        "Profit model that packs the radix tree into work items.",
+        "Profit model that splits or merges each node of the radix tree. Where Hopper's kernels "
+        "would run, the server does not start with another than `calibrated` unless "
+        "`PREFIX_ATTN_KERNELS=portable` is given, too.",
     )
     policy: str = _variable(
         "auto",
         _words("auto", "prefix", "stock"),
-        "Which kernels a decode step runs: decide each step, or force one of them where possible.",
+        "Which kernels decode steps run: decide each step, or force one of them where possible.",
     )
     kernels: str = _variable(
         "auto",
-        _words("auto", "row_tiles", "triton"),
-        "Which kernels prefix steps run: row tiles where GPU and model allow them, or one of the "
-        "two families; the server refuses to start where that one cannot run. Row tiles are "
-        "Hopper's and know the strategy `calibrated` alone.",
+        _words("auto", "hopper", "portable"),
+        "Which kernels prefix steps run: Hopper's where GPU and model allow them, else the "
+        "portable ones, or one of the two; the server does not start where that one cannot run.",
+    )
+    fallback: str = _variable(
+        "auto",
+        _words("auto", "flashinfer", "default"),
+        "Which of SGLang's own backends decodes what no plan does. `default` is SGLang's choice, "
+        "or what `--attention-backend` names beside `--decode-attention-backend prefix`; `auto` "
+        "is FlashInfer, and the default where FlashInfer cannot serve the model or was measured "
+        "to be worse, and on a CPU.",
     )
     prefill: bool = _variable(
         False,
         _FLAG,
-        "With 1, where `prefix` is the prefill backend, too: extend batches whose requests share "
-        "cached prefixes run row tiles where that is predicted to be faster. So do batches that "
-        "verify drafts, and a draft model's decode steps; with `--speculative-attention-mode "
-        "decode` these need no variable. Off by default: first tokens gain little.",
+        "With 1, and `prefix` as the prefill backend, too: extend batches, those that verify "
+        "drafts and a draft model's decode steps may run plans; the latter two with "
+        "`--speculative-attention-mode decode` alone, too.",
     )
     headroom: int = _variable(
         64,
         1,
-        "Tokens that every request can grow before its index segment is full and a step replans; "
-        "8 bytes each (packs: 4), times `--max-running-requests`.",
+        "Tokens that every request can grow before a step replans; 8 bytes each, times "
+        "`--max-running-requests`.",
     )
     max_variant_bs: int = _variable(
         65536,
         0,
-        "Largest decode batch size with a CUDA graph of the prefix kernels beside SGLang's own; "
-        "larger captured sizes run stock attention, 0 is none. Each graph costs start-up time and "
-        "memory, which a line in the log adds up.",
+        "Largest decode batch size with a CUDA graph of the prefix kernels beside SGLang's own, "
+        "which costs start-up time and memory (the log adds them up); larger captured sizes run "
+        "stock attention.",
     )
     check: bool = _variable(
         False,
@@ -81,8 +89,8 @@ class Settings:
     dump: str = _variable(
         "",
         _FOLDER,
-        "Debug: write decided batches into this folder, for `sgl-prefix-attn explain`: at most 256 "
-        "files of each scheduler process, then over the oldest.",
+        "Debug: write decided batches into this folder, for `sgl-prefix-attn explain`: 256 files "
+        "of each scheduler process, then over the oldest.",
     )
     dump_every: int = _variable(
         100,
@@ -96,7 +104,7 @@ class Settings:
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Settings:
         """Read all variables (os.environ by default). ValueError, naming each of them: bad or
-        unknown ones, and those renamed as SGLang advises for everything that begins with SGL_."""
+        unknown ones, and those under the names that they had up to 0.1.2."""
         problems = _bad_names(environ)
         values: dict[str, Any] = {}
         for variable in VARIABLES:
@@ -133,7 +141,7 @@ class Variable:
 
     @property
     def name(self) -> str:
-        return PREFIX + self.field.upper()
+        return VARIABLE_PREFIX + self.field.upper()
 
     @property
     def allowed(self) -> str:
@@ -149,12 +157,13 @@ class Variable:
         text = environ.get(self.name, "").strip()
         if not text:
             return self.default
-        if isinstance(self.kind, str):
-            return text
         try:
-            if not isinstance(self.kind, int):
+            if isinstance(self.kind, str):
+                if text not in _FLAG:  # which mean no folder: one of that name is ./0
+                    return text
+            elif not isinstance(self.kind, int):
                 return self.kind[text]
-            if int(text) >= self.kind:
+            elif int(text) >= self.kind:
                 return int(text)
         except (ValueError, KeyError):
             pass
@@ -172,15 +181,16 @@ CPU_PLATFORM = next(v for v in VARIABLES if v.field == "cpu_platform")
 
 def _bad_names(environ: Mapping[str, str]) -> list[str]:
     known = sorted(variable.name for variable in VARIABLES)
-    unknown = sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
+    unknown = sorted(
+        name for name in environ if name.startswith(VARIABLE_PREFIX) and name not in known
+    )
     problems = []
     if unknown:
         names = f"{', '.join(unknown)}: known are {', '.join(known)}"
         problems.append(f"unknown environment variable {names}")
     for name in known:
-        twin = name.replace("SGL_", "SGLANG_", 1)
-        if twin in environ and name not in environ:  # SGLang itself adds a twin to each that is set
-            problems.append(
-                f"{twin} is not read, set {name}: SGLang's advice to rename it is about its own"
-            )
+        # SGLang copies each variable that begins with SGL_ to one that begins with SGLANG_.
+        old = next((old for old in (f"SGL_{name}", f"SGLANG_{name}") if old in environ), None)
+        if old:
+            problems.append(f"{old} is not read, set {name}")
     return problems

@@ -9,7 +9,7 @@ import inspect
 import time
 from collections.abc import Iterable, Iterator
 
-from eval.server_process import Counters, ServerProcess, growth
+from eval.server_process import Counters, ServerProcess, growth, samples
 
 PROGRAMS = ("tool_agents", "tree_of_thought", "judge", "document_qa")
 # Equal for every backend, or the programs were not the same.
@@ -39,14 +39,9 @@ def sizes(program: str, scale: int = 1) -> dict[str, int]:
 
 
 def run(
-    server: ServerProcess,
-    program: str,
-    count: int,
-    *,
-    seed: int,
-    scale: int,
+    server: ServerProcess, program: str, count: int, *, seed: int, scale: int,
     progress: bool = False,
-) -> dict:
+) -> dict:  # fmt: skip
     """Run `count` instances of a program at once, greedy, from an empty radix cache.
 
     Returns `figures` of it. progress: show a bar. Raises ProgramError and ServerError."""
@@ -59,13 +54,9 @@ def run(
     try:
         with _no_collection():
             states = function.run_batch(
-                batch,
-                temperature=0,
-                ignore_eos=True,
-                num_threads=count,
-                progress_bar=progress,
+                batch, temperature=0, ignore_eos=True, num_threads=count, progress_bar=progress,
                 backend=endpoint,
-            )
+            )  # fmt: skip
         seconds = time.perf_counter() - start
         errors = [state.error() for state in states if state.error() is not None]
         if errors:
@@ -84,14 +75,12 @@ def figures(counters: Counters, seconds: float) -> dict:
     row: dict = {name: int(_sum(counters, total)) for name, total in _TOTALS.items()}
     timed = _sum(counters, f"{_LATENCY}_count")
     return {
-        "wall_s": seconds,
-        **row,
-        "tokens_per_s": row["output_tokens"] / seconds,
+        "wall_s": seconds, **row, "tokens_per_s": row["output_tokens"] / seconds,
         "tpot_ms": 1e3 * _sum(counters, f"{_LATENCY}_sum") / timed if timed else None,
         "cached_share": row["cached_tokens"] / row["prompt_tokens"],
         "prefix_steps": int(_sum(counters, _STEPS, variant="prefix")),
         "stock_steps": int(_sum(counters, _STEPS, variant="stock")),
-    }
+    }  # fmt: skip
 
 
 def unequal(rows: Iterable[dict]) -> list[str]:
@@ -121,11 +110,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def _sum(counters: Counters, name: str, **labels: str) -> float:
-    return sum(
-        value
-        for (found, of), value in counters.items()
-        if found == name and labels.items() <= dict(of).items()
-    )
+    return sum(v for of, v in samples(counters, name) if labels.items() <= of.items())
 
 
 def _module(program: str):

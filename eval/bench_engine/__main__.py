@@ -7,30 +7,25 @@ useless for comparing outputs (eval.compare_outputs does that).
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from eval import provenance
-from eval.bench_engine import engine_plugin, host_times
-from eval.bench_engine.decode_times import Samples, alternate, each_tpot_ms, tpot_ms
-from eval.bench_engine.workloads import NAMED, Workload, parse_workloads
-from eval.cli_values import device, output, several
-from eval.dummy_engine import engine_arguments, start, wait_until_up
-from eval.engine_process import EngineError, end_on_sigterm, folder_name, uses_prefix
+from eval.bench_engine import host_times
+from eval.bench_engine.decode_times import alternate, pool_tokens, times_of
+from eval.bench_engine.workloads import NAMED, parse_workloads
+from eval.cli_values import benchmark
+from eval.dummy_engine import engine_arguments, keep, side_by_side
+from eval.engine_process import end_on_sigterm, uses_prefix
 from eval.model_shapes import SHAPES, write_config
-from sgl_prefix_attn.cli.argument_types import count
-
-# KV pool over what the largest workload needs: room for outputs of earlier generations.
-_POOL_MARGIN = 1.4
+from sgl_prefix_attn.tools.argument_types import count
 
 
 def main(argv: list[str]) -> int:
-    args, workloads, new_tokens = _parse(argv)
-    backends = list(dict.fromkeys(args.backends.split(",")))
-    others = [b for b in backends if b != args.baseline]
+    args, workloads = _parse(argv)
+    others = [b for b in args.backends if b != args.baseline]
     groups = [[args.baseline, other] for other in others] or [[args.baseline]]
     end_on_sigterm()
     meta = provenance.collect(
@@ -40,82 +35,39 @@ def main(argv: list[str]) -> int:
     failed = False
     for group in groups:
         with tempfile.TemporaryDirectory(prefix="bench-engine-") as folder:
-            try:
-                _run_group(group, Path(folder), args, workloads, new_tokens, rows)
-            except EngineError as error:
-                failed = True
-                print(f"{' and '.join(group)} failed: {error}", file=sys.stderr)
-        if args.json and rows:
-            provenance.save(args.json, meta, rows)
+            found = _run_group(group, Path(folder), args, workloads, rows)
+            failed |= keep(found, rows, args.json, meta, _text)
     return 1 if failed else 0
 
 
-def _run_group(group, folder: Path, args, workloads, new_tokens, rows: list[dict]) -> None:
-    model = write_config(folder / "model", args.model_shape)
-    pool = max(workload.kv_tokens(new_tokens[1]) for workload in workloads)
+def _run_group(group, folder: Path, args, workloads, before: list[dict]) -> Iterator[dict]:
+    """Yield the rows of engines side by side, those of the baseline once."""
     arguments = engine_arguments(
-        model,
-        device=args.device,
-        page_size=args.page_size,
-        pool_tokens=int(_POOL_MARGIN * pool) + 1024,
+        write_config(folder / "model", args.model_shape), device=args.device,
+        page_size=args.page_size, pool_tokens=pool_tokens(workloads, args.new_tokens),
         decode_batches=sorted({workload.batch for workload in workloads}),
-    )
-    with contextlib.ExitStack() as stack:
-        engines, times = {}, {}
-        for backend in group:
-            home = folder / folder_name(backend)
-            times[backend] = home / "host.json"
-            plugin = engine_plugin.__name__ if uses_prefix(backend) else None
-            name = backend.removesuffix(engine_plugin.IN_ORDER)
-            env = {host_times.ENV: str(times[backend])}
-            env |= {engine_plugin.ENV: "1"} if name != backend else {}
-            engines[backend] = start(stack, name, home, arguments, plugin=plugin, env=env)
-        wait_until_up(engines)
+    )  # fmt: skip
+    times: dict[str, Path] = {}
+
+    def watched(backend: str, home: Path) -> dict:
+        times[backend] = home / "host.json"
+        plugin = host_times.__name__ if uses_prefix(backend) else None
+        return {"plugin": plugin, "env": {host_times.ENV: str(times[backend])}}
+
+    is_known = any(row["backend"] == args.baseline for row in before)
+    with side_by_side(group, folder, arguments, more=watched) as engines:
         for workload in workloads:
-            before = {backend: host_times.read(path) for backend, path in times.items()}
-            samples = alternate(
-                engines,
-                workload,
-                SHAPES[args.model_shape]["vocab_size"],
-                new_tokens,
-                args.alternations,
-                lambda text: print(text, flush=True),
-            )
-            base = samples[args.baseline]
-            for backend in group:
-                known = backend == args.baseline and any(
-                    r["backend"] == backend and r["workload"] == workload.name for r in rows
-                )
-                row = _row(backend, workload, args, samples[backend], new_tokens, base)
-                row["beside"] = next((b for b in group if b != backend), None)
-                row["plugins"] = engines[backend].plugins
-                row["host"] = host_times.read(times[backend], before[backend])
-                if not known:  # the baseline is measured again beside every other backend
-                    rows.append(row)
-                print(_text(row), flush=True)
-
-
-def _row(
-    backend: str, workload: Workload, args, samples: Samples, new_tokens, base: Samples
-) -> dict:
-    tpot = tpot_ms(samples, new_tokens)
-    base_tpot = tpot_ms(base, new_tokens)
-    return {
-        "backend": backend,
-        "workload": workload.name,
-        "page_size": args.page_size,
-        "batch": workload.batch,
-        "shared": workload.shared,
-        "private": workload.private,
-        "alternations": len(samples.long),
-        "tpot_ms": tpot,
-        "ratio": tpot / base_tpot,
-        "baseline_tpot_ms": base_tpot,
-        "each_tpot_ms": each_tpot_ms(samples, new_tokens),
-        "baseline_each_tpot_ms": each_tpot_ms(base, new_tokens),
-        "seconds_short": samples.short,
-        "seconds_long": samples.long,
-    }
+            earlier = {backend: host_times.read(path) for backend, path in times.items()}
+            prompts = workload.prompts(SHAPES[args.model_shape]["vocab_size"])
+            samples = alternate(engines, workload.name, prompts, args.new_tokens, args.alternations)
+            for backend in group[1:] if is_known else group:
+                yield {
+                    "backend": backend, **workload.facts(), "page_size": args.page_size,
+                    **times_of(samples[backend], samples[args.baseline], args.new_tokens),
+                    "beside": next((b for b in group if b != backend), None),
+                    "plugins": engines[backend].plugins,
+                    "host": host_times.read(times[backend], earlier[backend]),
+                }  # fmt: skip
 
 
 def _text(row: dict) -> str:
@@ -130,31 +82,15 @@ def _text(row: dict) -> str:
 
 
 def _parse(argv: list[str]):
-    parser = argparse.ArgumentParser(prog="python -m eval.bench_engine", description=__doc__)
-    parser.add_argument("--model-shape", default="llama3.1-8b", choices=list(SHAPES))
-    parser.add_argument(
-        "--backends",
-        default="prefix,flashinfer",
-        help="such as prefix,flashinfer,fa3,fa3/prefix; prefix:KERNELS forces its kernels, "
-        "prefix:row_tiles:in_order launches them behind the kernel before",
-    )
-    parser.add_argument("--baseline", default="flashinfer")
+    parser = benchmark("eval.bench_engine", __doc__, SHAPES, "prefix,flashinfer", 5, "64,256")
+    parser.add_argument("--baseline", default="flashinfer", help="what others are compared with")
     parser.add_argument("--workloads", default=",".join(NAMED), help="or 64x8192+256")
-    parser.add_argument("--alternations", type=count, default=5)
-    parser.add_argument(
-        "--new-tokens", type=several(count), default="64,256", help="short and long generation"
-    )
     parser.add_argument("--page-size", type=count, default=1)
-    parser.add_argument("--device", type=device, default="cuda")
-    parser.add_argument("--json", type=output, metavar="OUT")
     args = parser.parse_args(argv)
     try:
-        workloads = parse_workloads(args.workloads)
+        return args, parse_workloads(args.workloads)
     except ValueError as error:
         parser.error(str(error))
-    if len(args.new_tokens) != 2 or args.new_tokens[0] >= args.new_tokens[1]:
-        parser.error("argument --new-tokens: expected SHORT,LONG")
-    return args, workloads, tuple(args.new_tokens)
 
 
 if __name__ == "__main__":

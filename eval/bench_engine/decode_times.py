@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from eval.bench_engine.workloads import Workload
 from eval.dummy_engine import in_turn
 from eval.engine_process import EngineProcess
+
+# KV pool over what the largest workload needs: outputs of earlier generations, slots of drafts.
+_POOL_MARGIN = 1.4
 
 
 @dataclass
@@ -19,42 +22,47 @@ class Samples:
     long: list[float] = field(default_factory=list)
 
 
-def tpot_ms(samples: Samples, new_tokens: tuple[int, int]) -> float:
+def pool_tokens(workloads: Sequence[Workload], new_tokens: Sequence[int]) -> int:
+    """Return how many KV tokens an engine's pool needs."""
+    most = max(workload.kv_tokens(new_tokens[1]) for workload in workloads)
+    return int(_POOL_MARGIN * most) + 1024
+
+
+def tpot_ms(samples: Samples, new_tokens: Sequence[int]) -> float:
     """Return (median long - median short) / tokens between: intake and prefill cancel out."""
     seconds = statistics.median(samples.long) - statistics.median(samples.short)
     return seconds / (new_tokens[1] - new_tokens[0]) * 1e3
 
 
-def each_tpot_ms(samples: Samples, new_tokens: tuple[int, int]) -> list[float]:
-    """Return TPOT of every alternation on its own: the spread."""
+def times_of(samples: Samples, base: Samples, new_tokens: Sequence[int]) -> dict:
+    """Return a row's times: TPOT and its ratio to that of `base`, of each alternation, too."""
     tokens = new_tokens[1] - new_tokens[0]
-    return [
-        (long - short) / tokens * 1e3
-        for short, long in zip(samples.short, samples.long, strict=True)
-    ]
+    own, stock = (tpot_ms(x, new_tokens) for x in (samples, base))
+    each, base_each = (
+        [(long - short) / tokens * 1e3 for short, long in zip(x.short, x.long, strict=True)]
+        for x in (samples, base)
+    )
+    return {
+        "alternations": len(samples.long), "tpot_ms": own, "ratio": own / stock,
+        "baseline_tpot_ms": stock, "each_tpot_ms": each, "baseline_each_tpot_ms": base_each,
+        "seconds_short": samples.short, "seconds_long": samples.long,
+    }  # fmt: skip
 
 
 def alternate(
-    engines: dict[str, EngineProcess],
-    workload: Workload,
-    vocab_size: int,
-    new_tokens: tuple[int, int],
-    alternations: int,
-    progress: Callable[[str], None],
-) -> dict[str, Samples]:
+    engines: dict[str, EngineProcess], name: str, prompts: list[list[int]],
+    new_tokens: Sequence[int], alternations: int,
+) -> dict[str, Samples]:  # fmt: skip
     """Time each backend in turn, `alternations` times; all prompts are in its cache before."""
-    prompts = workload.prompts(vocab_size)
     for backend, engine in engines.items():
-        progress(f"{workload.name}: filling the cache of {backend}")
-        if workload.shared:
-            engine.ask("time_batch", ids=prompts[:1], new_tokens=1)
+        print(f"{name}: filling the cache of {backend}", flush=True)
+        engine.ask("time_batch", ids=prompts[:1], new_tokens=1)  # what all share
         for _ in range(2):  # the second finds every prompt in the tree, as all later ones do
             engine.ask("time_batch", ids=prompts, new_tokens=8)
     samples = {backend: Samples() for backend in engines}
     for _, backend in in_turn(engines, alternations):
-        for count, kept in zip(
-            new_tokens, (samples[backend].short, samples[backend].long), strict=True
-        ):
+        kept = (samples[backend].short, samples[backend].long)
+        for count, seconds in zip(new_tokens, kept, strict=True):
             answer = engines[backend].ask("time_batch", ids=prompts, new_tokens=count)
-            kept.append(answer["seconds"])
+            seconds.append(answer["seconds"])
     return samples

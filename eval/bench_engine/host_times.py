@@ -1,8 +1,8 @@
 """Host times of the benchmark: times our host code in the scheduler process, as a plugin does.
 
 Loaded into the engine only by eval.engine_process. Writes steps by decision, the host time of
-steady prefix steps (from SGLang's hand-over of the batch to the decision; no new plan) and what the
-prefix graphs took to $EVAL_HOST_TIMES.
+steady prefix steps (from SGLang's hand-over of the batch to the decision; no new plan) to
+$EVAL_HOST_TIMES.
 """
 
 from __future__ import annotations
@@ -28,12 +28,7 @@ class HostTimes:
         self._steps: Counter = Counter()
         self._steady_steps = 0
         self._steady: deque[float] = deque(maxlen=_WINDOW)
-        self._graphs: dict = {}
         self.prepared = None  # the step that the backend prepared last
-
-    def graphs(self, cost) -> None:
-        """Note what the prefix graphs took (graph_variants.GraphCost)."""
-        self._graphs = vars(cost)
 
     def observed(self, seconds: float, counters) -> None:
         """Note that the backend was handed a batch and took so long; counters: a function."""
@@ -50,13 +45,10 @@ class HostTimes:
     def _write(self, counters) -> None:
         plans = sum(counters.plans.values())
         known = {
-            "steps": dict(self._steps),
-            "plans": dict(counters.plans),
-            "graphs": self._graphs,
+            "steps": dict(self._steps), "plans": dict(counters.plans),
             "plan_ms_mean": 1e3 * sum(counters.plan_seconds.values()) / max(1, plans),
-            "steady_steps": self._steady_steps,
-            "steady": list(self._steady),
-        }
+            "steady_steps": self._steady_steps, "steady": list(self._steady),
+        }  # fmt: skip
         part = self._target.with_suffix(".part")
         part.write_text(json.dumps(known))
         part.replace(self._target)
@@ -66,12 +58,10 @@ def register() -> None:
     target = os.environ.get(ENV)
     if not target:
         return
-    from sgl_prefix_attn.engine.graph_variants import GraphVariants
     from sgl_prefix_attn.step.preparer import StepPreparer
 
     times = HostTimes(Path(target))
     start_preparer, prepare = StepPreparer.__init__, StepPreparer.prepare
-    log_cost = GraphVariants.log_cost
 
     def watching_the_backend(self, *args, **kwargs):
         # Not when SGLang loads its plugins: the backend imports much of SGLang.
@@ -85,12 +75,7 @@ def register() -> None:
         times.prepared = prepare(self, *args, **kwargs)
         return times.prepared
 
-    def noting_the_cost(self):
-        times.graphs(self.cost)
-        log_cost(self)
-
     StepPreparer.__init__, StepPreparer.prepare = watching_the_backend, noting_the_step
-    GraphVariants.log_cost = noting_the_cost
 
 
 def _timed(observe, times: HostTimes):

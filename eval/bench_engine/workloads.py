@@ -26,6 +26,11 @@ class Workload:
         prefix = tokens(self.shared)
         return [prefix + tokens(self.private) for _ in range(self.batch)]
 
+    def facts(self) -> dict:
+        """Return what a row says of it."""
+        sizes = {"batch": self.batch, "shared": self.shared, "private": self.private}
+        return {"workload": self.name} | sizes
+
     def kv_tokens(self, new_tokens: int) -> int:
         """Return how many KV tokens the pool must hold while all requests run."""
         return self.shared + self.batch * (self.private + new_tokens)

@@ -1,47 +1,73 @@
-"""One benchmark case on the device: tree, heads, page size, queries and several KV pools."""
+"""One benchmark case on the device: requests, heads, page size, queries and several KV pools."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from eval.bench_kernel.floor import kv_bytes
-from eval.bench_kernel.trees import Tree, build_tables
-from sgl_prefix_attn.records import HeadConfig
+from eval.bench_kernel.trees import Tree, page_problem
+from sgl_prefix_attn.records import HeadConfig, PathTable
+from sgl_prefix_attn.tools.calibrate.measure import slots_of
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPE = torch.bfloat16  # what commands measure
 # A graph cycles through this much KV, so that no layer finds its own in the L2 cache (50 MB).
-_POOL_BYTES = 400e6
+_POOL_BYTES, _MOST_POOLS = 400e6, 12
 
 
 @dataclass(frozen=True)
 class Case:
     """Input of every provider; layer i reads k[i] and v[i].
 
-    node_slots   per level int32 [nodes, length], on the device
-    req_to_token int32 [B, seq_len], on the device
-    seq_lens     int32 [B], on the device; all requests are equally long
-    q            [B, Hq, D]
-    k, v         one [slots, Hkv, D] per layer; slots that no request owns hold NaN
+    paths        what the requests share, and their lengths
+    tokens       query tokens of each request, its last ones
+    req_to_token int32 [B, longest], on the device; what lies behind a request's length is a slot
+                 that holds NaN
+    seq_lens     int32 [B], on the device
+    q            [B * tokens, Hq, D] in dtype
+    k, v         one [slots, Hkv, D] per layer, in dtype or narrower; slots that no request owns
+                 hold NaN; of latent KV v is a view [slots, 1, Dv] of k
+    tree         whose requests they are, all equally long; None: of no tree of levels
+    node_slots   its nodes' slots, per level int32 [nodes, length], on the device
     """
 
-    tree: Tree
+    paths: PathTable
+    tokens: int
     heads: HeadConfig
     page_size: int
     dtype: torch.dtype
     device: torch.device
-    node_slots: tuple[torch.Tensor, ...]
     req_to_token: torch.Tensor
     seq_lens: torch.Tensor
     q: torch.Tensor
     k: tuple[torch.Tensor, ...]
     v: tuple[torch.Tensor, ...]
+    tree: Tree | None = None
+    node_slots: tuple[torch.Tensor, ...] = ()
 
     @property
     def num_layers(self) -> int:
         return len(self.k)
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return self.k[0].dtype
+
+    @property
+    def batch_size(self) -> int:
+        return self.req_to_token.shape[0]
+
+    @property
+    def longest(self) -> int:
+        """KV tokens of the longest request."""
+        return self.req_to_token.shape[1]
+
+    @property
+    def query_lens(self) -> np.ndarray | None:
+        """int32 [B], None where every request decodes one token."""
+        return None if self.tokens == 1 else np.full(self.batch_size, self.tokens, np.int32)
 
     @property
     def head_sizes(self) -> tuple[int, int, int]:
@@ -69,52 +95,70 @@ class Case:
 
     def new_out(self) -> list[torch.Tensor]:
         """Make one output per layer, poisoned with NaN."""
-        return [torch.full_like(self.q, float("nan")) for _ in range(self.num_layers)]
+        like = self.q[..., : self.heads.value_dim]
+        return [torch.full_like(like, float("nan")) for _ in range(self.num_layers)]
 
 
-def num_pools(tree: Tree, heads: HeadConfig, itemsize: int) -> int:
+def num_pools(unique_tokens: int, heads: HeadConfig, itemsize: int) -> int:
     """Return at least two: a kernel that reads the KV of another layer must not go unnoticed."""
-    return max(2, min(12, int(_POOL_BYTES // kv_bytes(tree, heads, itemsize)) + 1))
+    fill = int(_POOL_BYTES // kv_bytes(unique_tokens, heads, itemsize))
+    return max(2, min(_MOST_POOLS, fill + 1))
 
 
 def build_case(
-    tree: Tree,
-    heads: HeadConfig,
-    page_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    seed: int,
-    layout: str = "permuted",
-) -> Case:
-    """Draw queries and pools at random; the same arguments, the same case on one kind of device.
+    tree: Tree, heads: HeadConfig, page_size: int, dtype: torch.dtype, device: torch.device,
+    seed: int = 0, tokens: int = 1, kv_dtype: torch.dtype | None = None,
+) -> Case:  # fmt: skip
+    """Make the case of a tree whose requests ask for their last `tokens` tokens; the same
+    arguments, the same case on one kind of device. kv_dtype: None like dtype.
 
     Raises ValueError when the tree does not fit the page size.
     """
-    tables = build_tables(tree, page_size, np.random.default_rng(seed), layout)
+    if problem := page_problem(tree, page_size):
+        raise ValueError(f"tree {tree.name}: {problem}")
+    unique = tree.unique_tokens
+    case = build_batch_case(
+        tree.paths(), unique, heads, page_size, dtype, device, seed, tokens, kv_dtype
+    )
+    starts = np.cumsum((0, *tree.lengths))
+    node_slots = []
+    for level, nodes in enumerate(tree.node_of_request()):
+        # requests below a node are consecutive
+        first = np.searchsorted(nodes, np.arange(tree.counts[level]))
+        of_nodes = case.req_to_token[torch.from_numpy(first).to(device)]
+        node_slots.append(of_nodes[:, starts[level] : starts[level + 1]])
+    return replace(case, tree=tree, node_slots=tuple(node_slots))
+
+
+def build_batch_case(
+    paths: PathTable, unique_tokens: int, heads: HeadConfig, page_size: int, dtype: torch.dtype,
+    device: torch.device, seed: int = 0, tokens: int = 1, kv_dtype: torch.dtype | None = None,
+) -> Case:  # fmt: skip
+    """Make the case of requests that may differ in length: pages in random order, page 0 nobody's,
+    random queries and pools."""
+    kv_dtype = kv_dtype or dtype
+    table, num_slots = slots_of(paths, page_size, device)
+    seq_lens = torch.from_numpy(paths.seq_lens.astype(np.int32)).to(device)
+    inside = torch.arange(table.shape[1], device=device) < seq_lens[:, None]
+    table = torch.where(inside, table + page_size, 0).to(torch.int32)
+    is_unused = torch.ones(num_slots + page_size, dtype=torch.bool, device=device)
+    is_unused[table[inside].long()] = False
+    unused = is_unused.nonzero()[:, 0]
     generator = torch.Generator(device).manual_seed(seed)
-    unused = np.setdiff1d(np.arange(tables.num_slots), tables.req_to_token)
-    unused = torch.from_numpy(unused).to(device)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
 
-    def pools() -> tuple[torch.Tensor, ...]:
-        shape = (tables.num_slots, heads.num_kv_heads, heads.head_dim)
-        return tuple(
-            random(*shape).index_fill_(0, unused, float("nan"))
-            for _ in range(num_pools(tree, heads, dtype.itemsize))
-        )
-
+    layers = num_pools(unique_tokens, heads, kv_dtype.itemsize)
+    shape = (num_slots + page_size, heads.num_kv_heads, heads.head_dim)
+    kinds = 1 if heads.latent_dim else 2
+    pools = [
+        random(*shape).index_fill_(0, unused, float("nan")).to(kv_dtype)
+        for _ in range(kinds * layers)
+    ]
+    values = [k[..., : heads.latent_dim] for k in pools] if heads.latent_dim else pools[layers:]
+    q = random(paths.seq_lens.size * tokens, heads.num_qo_heads, heads.head_dim)
     return Case(
-        tree=tree,
-        heads=heads,
-        page_size=page_size,
-        dtype=dtype,
-        device=device,
-        node_slots=tuple(torch.from_numpy(slots).to(device) for slots in tables.node_slots),
-        req_to_token=torch.from_numpy(tables.req_to_token).to(device),
-        seq_lens=torch.full((tree.batch_size,), tree.seq_len, dtype=torch.int32, device=device),
-        q=random(tree.batch_size, heads.num_qo_heads, heads.head_dim),
-        k=pools(),
-        v=pools(),
-    )
+        paths, tokens, heads, page_size, dtype, device, table, seq_lens, q,
+        k=tuple(pools[:layers]), v=tuple(values),
+    )  # fmt: skip

@@ -5,14 +5,14 @@ Over the rates of a GPU they give the reference time that the tables call floor.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from eval.bench_kernel.trees import Tree
 from sgl_prefix_attn.records import HeadConfig
+from sgl_prefix_attn.tools.calibrate.batches import Batch
+from sgl_prefix_attn.tools.calibrate.timing import LayerTimer
 
 # Rates that stock kernels themselves reach: FlashInfer and FA3 read 256_4096 at 3.0 TB/s. By the
 # whole name that torch gives: an H100 PCIe or NVL has another memory.
@@ -28,26 +28,24 @@ class Rates:
     source: str
 
 
-def kv_bytes(tree: Tree, heads: HeadConfig, itemsize: int) -> int:
-    """Count the bytes of the tree's K and V, each entry once (queries and outputs are left out)."""
-    return tree.num_tokens * heads.num_kv_heads * heads.head_dim * 2 * itemsize
+def kv_bytes(tokens: int, heads: HeadConfig, itemsize: int = 2) -> int:
+    """Count the bytes of K and V of so many tokens in one layer."""
+    return tokens * heads.num_kv_heads * heads.token_dim * itemsize
 
 
-def flops(tree: Tree, heads: HeadConfig) -> int:
+def flops(requests: Tree | Batch, heads: HeadConfig) -> int:
     """Count the operations of QK and PV: every query head with every KV entry of its request."""
-    return tree.batch_size * tree.seq_len * heads.num_qo_heads * heads.head_dim * 4
+    return requests.tokens * heads.num_qo_heads * 2 * (heads.head_dim + heads.value_dim)
 
 
-def floor_us(tree: Tree, heads: HeadConfig, itemsize: int, rates: Rates) -> float:
+def floor_us(requests: Tree | Batch, heads: HeadConfig, rates: Rates, itemsize: int = 2) -> float:
     """Return the larger of the time for the bytes and for the operations, in microseconds.
 
     A reference, not a physical bound: its bandwidth is what good kernels reach in a paged gather,
     and a kernel that gathers a little better is a little faster.
     """
-    seconds = max(
-        kv_bytes(tree, heads, itemsize) / rates.bandwidth, flops(tree, heads) / rates.flops
-    )
-    return seconds * 1e6
+    read = kv_bytes(requests.unique_tokens, heads, itemsize)
+    return 1e6 * max(read / rates.bandwidth, flops(requests, heads) / rates.flops)
 
 
 def rates_of(device: torch.device) -> Rates:
@@ -59,19 +57,10 @@ def rates_of(device: torch.device) -> Rates:
         return Rates(*_KNOWN[name], f"table for {name}")
     source = torch.empty(1 << 30, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
-    copied = 2 * source.nbytes / _median_seconds(lambda: target.copy_(source))
     a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
-    multiplied = 2 * 8192**3 / _median_seconds(lambda: a @ b)
+    copy, multiply = (
+        LayerTimer(work, 1, device, capture=False).us() * 1e-6
+        for work in (lambda _: target.copy_(source), lambda _: a @ b)
+    )
+    copied, multiplied = 2 * source.nbytes / copy, 2 * 8192**3 / multiply
     return Rates(copied, multiplied, "measured copy and bf16 matrix product")
-
-
-def _median_seconds(work: Callable[[], object], repeats: int = 11) -> float:
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times)

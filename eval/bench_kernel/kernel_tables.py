@@ -17,7 +17,7 @@ def markdown(rows: list[dict]) -> str:
             f"{heads} heads, head dim {head_dim}, {dtype}, page size {page_size}: "
             "microseconds per layer (time / floor)."
         )
-        parts += [*_kernel_table(trees), *_spread(trees), *_notes(trees)]
+        parts += [*_kernel_table(trees), *_notes(trees)]
     return "\n\n".join(parts)
 
 
@@ -36,8 +36,7 @@ def _kernel_table(trees: dict[str, dict[str, dict]]) -> list[str]:
             (f"`{tree}`", f"{floor:.0f}", *cells, "-" if ratio is None else f"{ratio:.2f}")
         )
     by_name = {entry["provider"]: entry for entry in over_floor.means(trees)}
-    labels = {"all": "all", "sharing": "with sharing", "common": "trees that all ran"}
-    for field, label in labels.items():
+    for field, label in (("all", "all"), ("sharing", "with sharing")):
         cells = [_mean_cell(by_name.get(name), field) for name in names]
         lines.append((f"geometric mean of time / floor, {label}", "", *cells, ""))
     planning = [_plan_cell(trees, name) for name in names]
@@ -49,19 +48,6 @@ def _kernel_table(trees: dict[str, dict[str, dict]]) -> list[str]:
             f"{_mean_cell(stock, 'sharing')} with sharing."
         )
     return parts
-
-
-def _spread(trees: dict[str, dict[str, dict]]) -> list[str]:
-    """Say how far the rounds of one row lie apart; nothing for files that have none."""
-    rows = [row for rows in trees.values() for row in rows.values() if row.get("us_rounds")]
-    if not rows:
-        return []
-    spreads = [100 * over_floor.spread(row) for row in rows]
-    return [
-        f"Each time is the median of {len(rows[0]['us_rounds'])} rounds in which all took turns; "
-        f"slowest less fastest round over it: {statistics.median(spreads):.1f} % in the median, "
-        f"at most {max(spreads):.1f} %."
-    ]
 
 
 def _cell(row: dict | None) -> str:

@@ -1,8 +1,9 @@
 """Ground truth and the judgement of an output against it.
 
 The truth is full attention of every request over its own row of slots, in fp64. An output is judged
-by the error that plain torch makes on the same inputs at low precision (fp32 scores and softmax,
-probabilities and output in the case's dtype), not by a hand-picked tolerance.
+request by request and head by head, by the error that plain torch makes on the same inputs at low
+precision (fp32 scores and softmax, probabilities and output in the case's dtype); that of a kernel
+that rounds queries and probabilities to a narrow KV cache's dtype, by that of torch doing so.
 """
 
 from __future__ import annotations
@@ -13,11 +14,8 @@ import numpy as np
 import torch
 
 from eval.bench_kernel.case import Case
+from sgl_prefix_attn.execute.rounding import why_wrong
 
-# Allowed multiples of low-precision torch's error: over all, and of the worst (request, head).
-# One missing token of a 16k context moves its row by about three times torch's bf16 error.
-_NORM_FACTOR = 2.0
-_ROW_FACTOR = 3.0
 _CHUNK_BYTES = 1 << 30
 
 
@@ -33,7 +31,7 @@ class Judgement:
     """Judges outputs [B, Hq, D] by `truth` (fp64) and the error of `low`, low-precision torch."""
 
     def __init__(self, truth: torch.Tensor, low: torch.Tensor):
-        self._truth = truth
+        self._truth, self._low = truth, low
         self.error_torch = self.error(low)
 
     def error(self, out: torch.Tensor) -> Error:
@@ -44,33 +42,9 @@ class Judgement:
         rows = difference.norm(dim=-1) / self._truth.norm(dim=-1)
         return Error(float(difference.norm() / self._truth.norm()), float(rows.max()))
 
-    def problem(self, error: Error) -> str | None:
-        """Say why an output with this error is wrong, or return None."""
-        limit = self.error_torch
-        # Written so that NaN is a problem.
-        if not error.norm <= _NORM_FACTOR * limit.norm:
-            return f"error {error.norm:.2e}, low-precision torch {limit.norm:.2e}"
-        if not error.worst_row <= _ROW_FACTOR * limit.worst_row:
-            return f"worst row {error.worst_row:.2e}, low-precision torch {limit.worst_row:.2e}"
-        return None
-
-
-class RowJudge:
-    """Judges `rows` of outputs [Q, Hq, D] by `truth` and `low` of these; the others must be
-    written."""
-
-    def __init__(self, rows: torch.Tensor, truth: torch.Tensor, low: torch.Tensor):
-        self._rows = rows
-        self._judgement = Judgement(truth, low)
-        self.error_torch = self._judgement.error_torch.norm
-
-    def problem(self, out: torch.Tensor) -> tuple[str | None, float]:
-        """Say why an output is wrong, or None, and its error."""
-        error = self._judgement.error(out[self._rows])
-        problem = self._judgement.problem(error)
-        if problem is None and out.isnan().any():
-            problem = "rows of the output are not written"
-        return problem, error.norm
+    def problem(self, out: torch.Tensor) -> str | None:
+        """Say why an output is wrong, or return None."""
+        return why_wrong(out, self._truth, self._low)
 
 
 class Wrong(Exception):
@@ -84,94 +58,99 @@ class Wrong(Exception):
 
 
 class Oracle:
-    """Judges every layer of a case by that layer's KV; computed once for all providers."""
+    """Judges every layer of a case by that layer's KV; computed once for all providers.
 
-    def __init__(self, case: Case):
-        exact = torch.float64
+    rows     int64 [n] of q that are judged, by default all; the others must be written
+    narrows  they may round queries and probabilities to the KV cache's dtype
+
+    error_torch  the largest error of low-precision torch
+    """
+
+    def __init__(self, case: Case, rows: torch.Tensor | None = None, narrows: bool = False):
+        self._rows, self._shape = rows, (*case.q.shape[:2], case.heads.value_dim)
+        exact, narrow = torch.float64, case.kv_dtype if narrows else None
         self._layers = [
             Judgement(
-                attend(case, k, v, exact, exact), attend(case, k, v, torch.float32, case.dtype)
+                attend(case, k, v, exact, exact, rows),
+                attend(case, k, v, torch.float32, case.dtype, rows, narrow),
             )
             for k, v in zip(case.k, case.v, strict=True)
         ]
         self.error_torch = max(layer.error_torch.norm for layer in self._layers)
 
     def judge(self, outs: list[torch.Tensor], when: str) -> float:
-        """Return the largest error of the outputs, one [B, Hq, D] per layer. Raises Wrong, naming
-        `when` and the first wrong layer, and ValueError for another shape or number of outputs."""
-        pairs = list(zip(self._layers, outs, strict=True))
+        """Return the largest error of the outputs, one [rows of q, Hq, D] per layer. Raises Wrong,
+        naming `when` and the first wrong layer, and ValueError for another shape or number of
+        outputs."""
+        for out in outs:
+            if out.shape != self._shape:
+                raise ValueError(f"output is {list(out.shape)}, expected {list(self._shape)}")
+        judged = outs if self._rows is None else [out[self._rows] for out in outs]
+        pairs = list(zip(self._layers, judged, strict=True))
         errors = [layer.error(out) for layer, out in pairs]
         # NaN is the largest error; max() would pass over it.
         largest = float(torch.tensor([error.norm for error in errors], dtype=torch.float64).max())
-        for i, ((layer, _), error) in enumerate(zip(pairs, errors, strict=True)):
-            problem = layer.problem(error)
+        for i, (layer, out) in enumerate(pairs):
+            problem = layer.problem(out)
+            if problem is None and outs[i].isnan().any():
+                problem = "rows of the output are not written"
             if problem is not None:
                 raise Wrong(f"{when}, layer {i}: {problem}", largest, self.error_torch)
         return largest
 
 
-class SomeRows:
-    """Judges the first layer's output by some of a case's requests: fewer, the longer they are."""
+def some_rows(case: Case, requests: int = 12, tokens: int = 4) -> torch.Tensor:
+    """Pick rows of q to judge where all would take too long: of some requests, the shortest and the
+    longest among them, the first and the last token and some between."""
+    order = np.argsort(case.paths.seq_lens, kind="stable")
+    first = order[_spread(case.batch_size, requests)] * case.tokens
+    rows = first[:, None] + _spread(case.tokens, tokens)
+    return torch.from_numpy(rows.flatten()).to(case.device)
 
-    def __init__(self, case: Case, most: int = 48, tokens: int = 1 << 20):
-        batch = case.tree.batch_size
-        most = max(1, min(most, batch, tokens // case.tree.seq_len))
-        rows = np.unique(np.linspace(0, batch - 1, most).astype(int))
-        self._index = torch.from_numpy(rows).to(case.device)
-        args = (case, case.k[0], case.v[0])
-        self._judge = Judgement(
-            attend(*args, torch.float64, torch.float64, self._index),
-            attend(*args, torch.float32, case.dtype, self._index),
-        )
 
-    def judge(self, out: torch.Tensor) -> tuple[float, str | None]:
-        """Return the error of an output [B, Hq, D], and say why it is wrong, or None."""
-        error = self._judge.error(out[self._index])
-        problem = self._judge.problem(error)
-        if problem is None and out.isnan().any():
-            problem = "rows of the output are not written"
-        return error.norm, problem
+def _spread(count: int, most: int) -> np.ndarray:
+    return np.unique(np.linspace(0, count - 1, min(most, count)).astype(int))
 
 
 def attend(
-    case: Case,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    score_dtype: torch.dtype,
-    dtype: torch.dtype,
-    index: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return attention [b, Hq, D] in `dtype` of the requests index [b] of a case, by default of
-    all; see attend_rows."""
-    heads, length = case.heads, case.tree.seq_len
-    row_bytes = length * heads.num_kv_heads * heads.head_dim * (score_dtype.itemsize + 2) * 2
-    chunk = max(1, _CHUNK_BYTES // row_bytes)
-    outs = []
-    table, queries = case.req_to_token, case.q
-    if index is not None:
-        table, queries = table[index], queries[index]
-    for first in range(0, table.shape[0], chunk):
-        rows = table[first : first + chunk]
-        q = queries[first : first + chunk]
-        outs.append(attend_rows(q, k, v, rows, case.sm_scale, score_dtype, dtype))
-    return torch.cat(outs)
+    case: Case, k: torch.Tensor, v: torch.Tensor, score_dtype: torch.dtype, dtype: torch.dtype,
+    rows: torch.Tensor | None = None, narrow: torch.dtype | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Return attention [n, Hq, D] in `dtype` of rows int64 [n] of a case's q, by default of all;
+    see attend_rows."""
+    if rows is None:
+        rows = torch.arange(case.q.shape[0], device=case.device)
+    request = rows // case.tokens
+    sees = case.seq_lens[request] - (case.tokens - 1 - rows % case.tokens)
+    shape = rows.numel(), case.heads.num_qo_heads, case.heads.value_dim
+    out = torch.empty(shape, dtype=dtype, device=case.device)
+    for length in sees.unique().tolist():
+        row_bytes = length * case.k[0][0].numel() * (score_dtype.itemsize + 2) * 2
+        alike = (sees == length).nonzero()[:, 0]
+        for part in alike.split(max(1, _CHUNK_BYTES // row_bytes)):
+            slots = case.req_to_token[request[part], :length]
+            q = case.q[rows[part]]
+            out[part] = attend_rows(q, k, v, slots, case.sm_scale, score_dtype, dtype, narrow)
+    return out
 
 
 def attend_rows(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    rows: torch.Tensor,
-    sm_scale: float,
-    score_dtype: torch.dtype,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, sm_scale: float,
+    score_dtype: torch.dtype, dtype: torch.dtype, narrow: torch.dtype | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Attend with q [b, Hq, D] to slots rows [b, tokens] of k, v [slots, Hkv, D]: scores and
-    softmax in `score_dtype`, probabilities @ V in `dtype`. Returns [b, Hq, D] in `dtype`."""
+    softmax in `score_dtype`, probabilities @ V in `dtype`. Returns [b, Hq, D] in `dtype`.
+
+    narrow: what queries and probabilities, over the largest of a row, are rounded to before.
+    """
     rows = rows.long()
     # [b, Hkv, group, D] x [b, Hkv, D, tokens]
-    q = q.to(score_dtype).unflatten(1, (k.shape[1], -1))
+    q = q.to(narrow or q.dtype).to(score_dtype).unflatten(1, (k.shape[1], -1))
     keys = k[rows].to(score_dtype).permute(0, 2, 3, 1)
-    weights = torch.softmax(q @ keys * sm_scale, dim=-1).to(dtype)
+    weights = torch.softmax(q @ keys * sm_scale, dim=-1)
+    if narrow is not None:
+        top = weights.amax(-1, keepdim=True)
+        weights = (weights / top).to(narrow).to(score_dtype) * top
+    weights = weights.to(dtype)
     values = v[rows].to(dtype).transpose(1, 2)
     return (weights @ values).flatten(1, 2)

@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 from statistics import geometric_mean
 
-from eval.bench_kernel.providers import STOCK
 from eval.bench_kernel.trees import Tree
 
 Key = tuple[str, int, int, str]  # heads, head_dim, page_size, dtype
+STOCK = ("flashinfer", "fa3", "batchattn", "cascade")  # providers that SGLang has
 
 
 def group(rows: Iterable[dict]) -> dict[Key, dict[str, dict[str, dict]]]:
@@ -32,9 +32,9 @@ def best_us(rows: dict[str, dict], among: Iterable[str]) -> float | None:
 
 
 def ratio_to_peer(rows: dict[str, dict], provider: str) -> float | None:
-    """Return the best peer's time over the provider's: above 1, the provider is faster. Peers are
-    neither this library nor plain torch."""
-    peers = [name for name in rows if not is_ours(name) and name not in ("torch", provider)]
+    """Return the best peer's time over the provider's: above 1, the provider is faster. No peer is
+    this library."""
+    peers = [name for name in rows if not is_ours(name) and name != provider]
     other = best_us(rows, peers)
     own = best_us(rows, [provider])
     return None if own is None or other is None else other / own
@@ -42,23 +42,21 @@ def ratio_to_peer(rows: dict[str, dict], provider: str) -> float | None:
 
 def means(trees: dict[str, dict[str, dict]]) -> list[dict]:
     """Return for each provider, and the best stock peer, the geometric means of time / floor over
-    the trees that it ran on: all, those with sharing, and those in common, that all ran on.
+    the trees that it ran on, all and those with sharing.
 
-    {"provider", "all", "num_all", "sharing", "num_sharing", "common", "num_common"}; a number of
-    trees stands beside each mean: only means over the same trees compare.
+    {"provider", "all", "num_all", "sharing", "num_sharing"}; a number of trees stands beside each
+    mean: only means over the same trees compare.
     """
     names = list(dict.fromkeys(name for rows in trees.values() for name in rows))
     over = {name: _over_floor(trees, [name]) for name in names}
     if any(name in STOCK for name in names):
         over["best stock"] = _over_floor(trees, STOCK)
-    over = {name: values for name, values in over.items() if values}
-    common = set(trees).intersection(*over.values())
     return [
         {"provider": name}
         | _mean("all", list(values.values()))
         | _mean("sharing", [x for tree, x in values.items() if Tree.parse(tree).has_sharing])
-        | _mean("common", [x for tree, x in values.items() if tree in common])
         for name, values in over.items()
+        if values
     ]
 
 

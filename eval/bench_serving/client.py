@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import math
 import os
-import select
-import signal
 import site
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
-from eval.engine_process import make_site
-from eval.server_process import LOG_TAIL_LINES, ServerProcess
+from eval.engine_process import end_group, log_tail, make_site
+from eval.server_process import ServerProcess
 from eval.workloads import load as loads
 from eval.workloads.load import Load
 
@@ -35,42 +33,16 @@ class ClientError(RuntimeError):
 
 
 class Client:
-    """Context manager: sends loads, one at a time, through SGLang's client.
+    """Sends loads, one at a time, through SGLang's client.
 
     model   folder with config and tokenizer; vocab_size: its words
     folder  for request files, logs and results, one of each run; it is made
-
-    Runs are forked from one process, which is started at the beginning and ended with the block.
     """
 
     def __init__(self, model: Path, vocab_size: int, folder: Path, seed: int):
         self.model, self.vocab_size, self.seed = model, vocab_size, seed
         self._folder = folder
-
-    def __enter__(self) -> Client:
-        self._environment = client_environment(self._folder / "home")
-        self._start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._end()
-
-    def _start(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "eval.bench_serving.forked_runs"],
-            env=self._environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
-
-    def _end(self) -> None:
-        """End the process and the run that it may have forked."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._process.stdin.close()
-        self._process.stdout.close()
+        self._environment = client_environment(folder / "home")
 
     def run(
         self, name: str, server: ServerProcess, load: Load, rate: float, streams: bool = True
@@ -90,29 +62,28 @@ class Client:
         status = self._status(words, log, lambda: server.check_alive(f"while {load.name} was sent"))
         if status or not report.exists():
             server.check_alive(f"while {load.name} was sent")
-            tail = log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-            raise ClientError(f"SGLang's client ended with status {status}:\n" + "\n".join(tail))
+            raise ClientError(f"SGLang's client ended with status {status}:\n{log_tail(log)}")
         found = json.loads(report.read_bytes())  # not orjson: a rate may be Infinity
         if all(found["errors"]):
             raise ClientError(f"every request failed; the first: {found['errors'][0].strip()}")
         return found
 
     def _status(self, words: list[str], log: Path, check: Callable[[], object]) -> int:
-        """Have a run forked and return its exit status, -1 if a signal ended it; `check` is called
-        while it runs and may raise, which ends the run."""
-        log.touch()
-        if self._process.poll() is not None:
-            self._start()
-        line = json.dumps({"words": words, "log": str(log)}).encode() + b"\n"
+        """Run a module with its arguments and return its exit status; `check` is called while it
+        runs and may raise, which ends the run."""
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", *words], env=self._environment, stdin=subprocess.DEVNULL,
+                stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
         try:
-            self._process.stdin.write(line)
-            self._process.stdin.flush()
-            while not select.select([self._process.stdout], [], [], _POLL_S)[0]:
+            while process.poll() is None:
                 check()
-            return int(self._process.stdout.readline() or -1)
+                time.sleep(_POLL_S)
         except BaseException:
-            self._end()
+            end_group(process)
             raise
+        return process.returncode
 
     def command(self, url: str, load: Load, rate: float, report: Path) -> list[str]:
         """Return module and arguments of the client; a file of requests is written once for every
@@ -125,14 +96,12 @@ class Client:
             module = "eval.bench_serving.request_client"
             dataset = ("--dataset-name", "custom", "--dataset-path", str(path))
         return [
-            module,
-            *("--backend", "sglang", "--base-url", url),
-            *("--model", str(self.model), "--tokenizer", str(self.model)),
-            *dataset,
+            module, *("--backend", "sglang", "--base-url", url),
+            *("--model", str(self.model), "--tokenizer", str(self.model)), *dataset,
             *("--request-rate", f"{rate:g}" if math.isfinite(rate) else "inf"),
             *("--seed", str(self.seed), "--warmup-requests", "0", "--disable-tqdm"),
             *("--cache-report", "--output-details", "--output-file", str(report)),
-        ]
+        ]  # fmt: skip
 
 
 def lacks_datasets() -> bool:
@@ -153,8 +122,6 @@ def client_environment(home: Path) -> dict[str, str]:
         (path / "datasets.py").write_text(_DATASETS)
     earlier = os.environ.get("PYTHONPATH", "")
     return {
-        **os.environ,
-        "HOME": str(home),
-        "PYTHONUSERBASE": site.getuserbase(),
+        **os.environ, "HOME": str(home), "PYTHONUSERBASE": site.getuserbase(),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(path), earlier])),
-    }
+    }  # fmt: skip

@@ -51,3 +51,11 @@ def in_order(rates: list[Rate]) -> list[Rate]:
             f"argument --rates: {', '.join(shares)} is of the run {ALL_AT_ONCE}: add it"
         )
     return sorted(rates, key=lambda rate: (rate.label != ALL_AT_ONCE, rate.share is not None))
+
+
+def saturation(rows: list[dict], load: str, backend: str) -> float | None:
+    """Return the requests/s that a backend served when all came at once, the first time; None
+    before it did. The first time alone, so that a share of it is one rate for all alternations."""
+    at_once = {"load": load, "rate": ALL_AT_ONCE, "backend": backend, "alternation": 0}
+    found = (row["requests_per_s"] for row in rows if at_once.items() <= row.items())
+    return next(found, None)

@@ -41,11 +41,9 @@ class RequestFile(BaseDataset):
 def _row(line: dict) -> DatasetRow:
     prompt = line["conversations"][0]["content"]
     return DatasetRow(
-        prompt=prompt,
-        prompt_len=prompt.count(" ") + 1,
-        output_len=line["output_len"],
+        prompt=prompt, prompt_len=prompt.count(" ") + 1, output_len=line["output_len"],
         timestamp=line.get("timestamp"),
-    )
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

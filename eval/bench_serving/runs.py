@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 
-from eval.bench_serving import serving_row
+from eval.bench_serving import rates, serving_row
 from eval.bench_serving.client import Client, ClientError
 from eval.bench_serving.rates import Rate
-from eval.bench_serving.resume import Key
 from eval.engine_process import folder_name
-from eval.server_process import ServerProcess, growth
+from eval.server_process import ServerProcess, fetch, growth
 from eval.workloads.load import Load, prompts
 
 # Of a warm-up: at most so many requests and, but for the first, prompt tokens; tokens generated.
@@ -31,46 +28,34 @@ class Run:
     load: Load
     rate: Rate
 
-    @property
-    def key(self) -> Key:
-        return self.load.name, self.rate.label, self.backend, self.alternation
-
     def __str__(self) -> str:
         return f"{self.backend}, {self.load.name} at {self.rate.label}"
 
 
 def measure(
-    runs: list[Run],
-    server: ServerProcess,
-    client: Client,
-    saturation: Callable[[Load], float | None],
-    told: Callable[[str], object],
+    runs: list[Run], server: ServerProcess, client: Client, before: list[dict], baseline: str
 ) -> Iterator[dict]:
-    """Yield the row of each run on a healthy server.
+    """Yield the row of each run on a healthy server, and print what is going on.
 
-    saturation  requests/s of the first backend on a load, all at once
-    told        is told what is going on
+    before    all rows so far, these included: shares are of what the baseline served
 
     A share of an unknown saturation, and what the client fails at, is left out and told. Raises
     ServerError.
     """
     for number, run in enumerate(runs, 1):
-        told(f"{run} ({number} of {len(runs)}) ...")
+        print(f"{run} ({number} of {len(runs)}) ...", flush=True)
         try:
-            rate = run.rate.resolve(saturation(run.load))
+            rate = run.rate.resolve(rates.saturation(before, run.load.name, baseline))
             found = _measure(run, rate, server, client)
         except (ValueError, ClientError) as error:
-            told(f"  left out: {error}")
+            print(f"  left out: {error}", flush=True)
             continue
-        told("  " + serving_row.text(found))
+        print(f"  {serving_row.text(found)}", flush=True)
         yield {
-            "backend": run.backend,
-            "load": run.load.name,
-            "rate": run.rate.label,
+            "backend": run.backend, "load": run.load.name, "rate": run.rate.label,
             "asked_requests_per_s": rate if math.isfinite(rate) else None,
-            "alternation": run.alternation,
-            **found,
-        }
+            "alternation": run.alternation, **found,
+        }  # fmt: skip
 
 
 def _measure(run: Run, rate: float, server: ServerProcess, client: Client) -> dict:
@@ -96,12 +81,8 @@ def _warm_up(load: Load, server: ServerProcess, client: Client) -> None:
 
     def send(prompt: list[int]) -> None:
         sampling = {"max_new_tokens": _NEW_TOKENS, "ignore_eos": True, "temperature": 0}
-        body = json.dumps({"input_ids": prompt, "sampling_params": sampling}).encode()
-        request = urllib.request.Request(
-            f"{server.url}/generate", body, {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=600) as answer:
-            answer.read()
+        body = {"input_ids": prompt, "sampling_params": sampling}
+        fetch(f"{server.url}/generate", body=body, limit_s=600)
 
     try:
         with ThreadPoolExecutor(_REQUESTS) as senders:

@@ -7,16 +7,15 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable
 
-from eval.server_process import Counters
+from eval.server_process import Counters, samples
 
+Figure = Callable[[dict], float | None]
 # Latencies of a row, with the client's names for them: of a request's first token, of each later
-# token on average, between two tokens, of a request.
-LATENCIES = {"ttft_ms": "ttft", "tpot_ms": "tpot", "itl_ms": "itl", "e2e_ms": "e2e_latency"}
-# What only tokens that are sent as they come tell.
-OF_STREAMS = ("ttft_ms", "tpot_ms", "itl_ms")
+# token on average, of a request.
+LATENCIES = {"ttft_ms": "ttft", "tpot_ms": "tpot", "e2e_ms": "e2e_latency"}
+OF_STREAMS = ("ttft_ms", "tpot_ms")  # what only tokens that are sent as they come tell
 _FIGURES = {"mean": "mean", "p50": "median", "p99": "p99"}
 _BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-_DECODE = re.compile(r"Decode batch.*#running-req: (\d+).*gen throughput \(token/s\): ([\d.]+)")
 _STEPS = "sglang:prefix_attn_steps_total"
 _KV_BYTES = "sglang:prefix_attn_kv_bytes_total"
 _PLAN_SECONDS = "sglang:prefix_attn_plan_seconds_total"
@@ -32,9 +31,7 @@ def row(report: dict, wanted: list[int], grown: Counters, log: str) -> dict:
 
     Times in ms. `cached_share` is of prompt tokens; `steps` our decode steps by variant and reason,
     {} without the plugin; `kv_bytes` those of decode attention, over all layers; `attention` the
-    backends of SGLang's own flags, where it filled in what it picked; `pool_tokens` the KV slots;
-    `decode_tokens_per_s` what the server's log says of nearly full decode batches, in front of
-    everything that hands tokens on to the client.
+    backends of SGLang's own flags, where it filled in what it picked; `pool_tokens` the KV slots.
     """
     cache = report["cache_report"]
     steps = _by_labels(grown, _STEPS, "variant", "reason")
@@ -56,7 +53,6 @@ def row(report: dict, wanted: list[int], grown: Counters, log: str) -> dict:
         },
         "cached_share": cache["total_cached_tokens"] / max(1, cache["total_prompt_tokens"]),
         "peak_running": max(map(int, re.findall(r"#running-req: (\d+)", log)), default=None),
-        "decode_tokens_per_s": _decode_rate(log),
         "steps": steps,
         "prefix_share": _prefix_share(steps),
         "kv_bytes": _by_labels(grown, _KV_BYTES, "kind"),
@@ -90,28 +86,25 @@ def latency(row: dict, name: str, figure: str) -> float | None:
     return row[name] and row[name][figure]
 
 
-def median(rows: list[dict], of: Callable[[dict], float | None]) -> float | None:
+def by_run(rows: list[dict]) -> dict[tuple[str, str], dict[str, list[dict]]]:
+    """Return (load, rate) -> backend -> its rows."""
+    found: dict = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        found[row["load"], row["rate"]][row["backend"]].append(row)
+    return found
+
+
+def median(rows: list[dict], of: Figure) -> float | None:
     """Return the median of a figure of rows, None without one."""
     known = [value for value in map(of, rows) if value is not None]
     return statistics.median(known) if known else None
 
 
-def _decode_rate(log: str) -> float | None:
-    """Return the median tokens/s of decode batches with nine tenths of the most requests, None of
-    fewer than three lines: the first of them counts the prefill before it."""
-    found = [(int(n), float(rate)) for n, rate in _DECODE.findall(log)]
-    most = max((n for n, _ in found), default=0)
-    full = [rate for n, rate in found if n >= 0.9 * most]
-    return statistics.median(full) if len(full) > 2 else None
-
-
 def _by_labels(grown: Counters, name: str, *labels: str) -> dict[str, float]:
     """Add up what a counter grew by, by the values of labels joined by a colon."""
     sums: dict[str, float] = defaultdict(float)
-    for (sample, pairs), value in grown.items():
-        if sample == name and value:
-            of = dict(pairs)
-            sums[":".join(of[label] for label in labels)] += value
+    for of, value in samples(grown, name):
+        sums[":".join(of[label] for label in labels)] += value
     return dict(sums)
 
 

@@ -1,9 +1,7 @@
-"""SGLang plugin of the benchmark: counts what was decided about verify batches and rounds of draft
-steps.
+"""SGLang plugin of the benchmark: counts what was decided about verify batches.
 
 Loaded into the engine only by eval.engine_process. A batch whose requests all ask for as many
-tokens is counted under that number, a round under DRAFTS; the counts are written to
-$EVAL_VERIFY_STEPS.
+tokens is counted under that number; the counts are written to $EVAL_VERIFY_STEPS.
 """
 
 from __future__ import annotations
@@ -14,21 +12,18 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 ENV = "EVAL_VERIFY_STEPS"
-DRAFTS = "drafts"
-_WRITE_EVERY = 8  # batches or rounds; the engine is ended without notice
+_WRITE_EVERY = 8  # batches; the engine is ended without notice
 
 
 def register() -> None:
     target = os.environ.get(ENV)
     if not target:
         return
-    from sgl_prefix_attn.metrics.counters import StepCounters
     from sgl_prefix_attn.step.extend import ExtendPreparer
 
     prepare, pass_over = ExtendPreparer.prepare, ExtendPreparer.pass_over
-    draft = StepCounters.draft
     verified = [0]  # tokens a request of the last batch that was looked at to be verified
-    counts: dict[int | str, Counter] = defaultdict(Counter)
+    counts: dict[int, Counter] = defaultdict(Counter)
     file = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
     def count(key, decision):
@@ -53,22 +48,16 @@ def register() -> None:
             count(verified[0], decision)
         return decision
 
-    def counting_rounds(self, decision):
-        draft(self, decision)
-        count(DRAFTS, decision)
-
     ExtendPreparer.prepare, ExtendPreparer.pass_over = counting, counting_passed_over
-    StepCounters.draft = counting_rounds
 
 
-def read(target: Path, key: int | str) -> dict[str, int]:
-    """Read batches of so many tokens a request, or rounds (DRAFTS), by "variant:reason"; {} where
-    nothing counts."""
+def read(target: Path, tokens: int) -> dict[str, int]:
+    """Read batches of so many tokens a request by "variant:reason"; {} where nothing counts."""
     text = target.read_text() if target.exists() else ""
-    return json.loads(text or "{}").get(str(key), {})
+    return json.loads(text or "{}").get(str(tokens), {})
 
 
 def prefix_share(steps: dict[str, int]) -> float | None:
-    """Share of batches or rounds that ran a plan; None where nothing was counted."""
+    """Share of batches that ran a plan; None where nothing was counted."""
     ours = sum(count for key, count in steps.items() if key.startswith("prefix:"))
     return ours / sum(steps.values()) if steps else None

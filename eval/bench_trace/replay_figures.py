@@ -8,14 +8,17 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
-from eval.bench_trace.ratios import ratios
-from eval.bench_trace.trace import Request, Window
+from eval.bench_trace.trace import Window
+from eval.markdown import table
+from eval.workloads.load import Request
 
 METRICS = ("ttft_ms", "tpot_ms")
 _QUANTILES = {"median": 50, "p90": 90, "p99": 99}
+_DRAWS = 500
 
 
 def row(backend: str, rate: float, alternation: int, window: Window, timed: list[dict]) -> dict:
@@ -52,38 +55,88 @@ def row(backend: str, rate: float, alternation: int, window: Window, timed: list
 
 
 def summarize(rows: list[dict]) -> list[dict]:
-    """Make one entry for each rate and backend, in the order of the rows.
-
-    sent, completed and cached_share (of the prompt tokens, those from the cache) are over all its
-    replays; least_sent is the number of requests of the shortest replay.
-    """
+    """Make one entry for each rate and backend, in the order of the rows: of all its replays the
+    share of prompt tokens from the cache, and of either metric the median over all requests and
+    the ratio to stock's (see `ratio`), None of stock itself or without its replays."""
     stock = rows[0]["backend"]
     groups: dict[tuple[float, str], list[dict]] = defaultdict(list)
     for entry in rows:
         groups[entry["rate"], entry["backend"]].append(entry)
-    return [
-        {
-            "rate": rate,
-            "backend": backend,
-            "alternations": len(group),
-            "sent": sum(entry["sent"] for entry in group),
-            "completed": sum(entry["completed"] for entry in group),
-            "least_sent": min(entry["sent"] for entry in group),
-            "cached_share": sum(entry["cached_tokens"] for entry in group)
-            / sum(entry["input_tokens"] for entry in group),
-            "achieved_rate": statistics.median(entry["achieved_rate"] for entry in group),
-            "late_p99_ms": max(entry["late_ms"]["p99"] for entry in group),
-            **{m: _against(group, groups.get((rate, stock), []), m) for m in METRICS},
-        }
-        for (rate, backend), group in groups.items()
-    ]
+    entries = []
+    for (rate, backend), group in groups.items():
+        cached, inputs = (sum(e[name] for e in group) for name in ("cached_tokens", "input_tokens"))
+        entry = {"rate": rate, "backend": backend, "cached_share": cached / inputs}
+        entry |= {name: sum(e[name] for e in group) for name in ("sent", "completed")}
+        against = groups.get((rate, stock), []) if backend != stock else []
+        for metric in METRICS:
+            own, base = ([e["each"][metric] for e in replays] for replays in (group, against))
+            known = [ms for times in own for ms in times if ms is not None]
+            entry[metric] = {
+                "median": statistics.median(known) if known else None,
+                # [replays, requests], NaN where there is no time
+                "ratio": ratio(np.array(own, float), np.array(base, float)) if base else None,
+            }
+        entries.append(entry)
+    return entries
 
 
-def place(value: float, low: float, high: float) -> str:
-    """Say where a value lies against a range: inside (its ends count), below or above."""
-    if value < low:
-        return "below"
-    return "above" if value > high else "inside"
+class Ratio(NamedTuple):
+    """`interval` is of 95 %; None when a backend has a single replay."""
+
+    value: float
+    interval: tuple[float, float] | None
+
+    def __str__(self) -> str:
+        if self.interval is None:
+            return f"{self.value:.3f}"
+        low, high = self.interval
+        return f"{self.value:.3f} ({low:.3f} to {high:.3f})"
+
+
+def ratio(ours: np.ndarray, stock: np.ndarray) -> Ratio | None:
+    """Compare times [replays, requests], NaN where there is none: the median over the requests of
+    each one's own ratio, of the medians of its replays; None where no request has one.
+
+    Replays of one backend differ too: a few ms decide which requests share a prefill. So the ratio
+    has a 95 % interval, a bootstrap that draws whole replays of either backend anew.
+    """
+    # A replay of which nothing completed says nothing.
+    known = [times[np.isfinite(times).any(axis=1)] for times in (ours, stock)]
+    if not all(map(len, known)) or not np.isfinite(value := _each(*known)):
+        return None
+    if min(map(len, known)) < 2:
+        return Ratio(float(value), None)
+    # numpy's own stream: the pages hold these figures, whatever scipy is installed.
+    rng = np.random.default_rng(0)
+    drawn = [_each(*(rng.choice(times, len(times)) for times in known)) for _ in range(_DRAWS)]
+    low, high = np.nanquantile(drawn, (0.025, 0.975))
+    return Ratio(float(value), (float(low), float(high)))
+
+
+def markdown(rows: list[dict]) -> str:
+    """Tabulate medians and ratios of each rate and backend."""
+    columns = ("requests/s", "backend", "TTFT median, ms", "TPOT median, ms", "ratio of TTFT",
+               "ratio of TPOT", "prompt cached", "completed")  # fmt: skip
+    lines = []
+    for entry in summarize(rows):
+        medians = (entry[metric]["median"] for metric in METRICS)
+        ratios = (entry[metric]["ratio"] for metric in METRICS)
+        lines.append((f"{entry['rate']:g}", entry["backend"],
+                      *("-" if ms is None else f"{ms:.2f}" for ms in medians),
+                      *(str(found or "-") for found in ratios),
+                      f"{100 * entry['cached_share']:.1f} %",
+                      f"{entry['completed']} of {entry['sent']}"))  # fmt: skip
+    return (
+        f"{table(columns, lines)}\n\nRatios to {rows[0]['backend']}'s: the median over requests of "
+        "each one's own, with 95 % intervals by drawing the replays anew."
+    )
+
+
+def _each(ours: np.ndarray, stock: np.ndarray) -> float:
+    both = np.isfinite(ours).any(axis=0) & np.isfinite(stock).any(axis=0)
+    if not both.any():
+        return np.nan
+    return np.median(np.nanmedian(ours[:, both], axis=0) / np.nanmedian(stock[:, both], axis=0))
 
 
 def _times(request: Request, t: dict) -> tuple[float | None, float | None]:
@@ -95,37 +148,7 @@ def _times(request: Request, t: dict) -> tuple[float | None, float | None]:
 
 
 def _quantiles(times: Iterable[float | None]) -> dict[str, float | None]:
-    known = _known(times)
+    known = [ms for ms in times if ms is not None]
     return {
         name: float(np.percentile(known, q)) if known else None for name, q in _QUANTILES.items()
     }
-
-
-def _against(group: list[dict], stock: list[dict], metric: str) -> dict:
-    """Put a metric of a backend's replays beside stock's at the same rate.
-
-    median  of all requests of all alternations
-    p99     median of the alternations' own, and where it lies in the range of stock's
-    ratios  to stock's (see ratios.ratios); None for stock itself, or without its replays
-    """
-    own, range_ = [_p99s(replays, metric) for replays in (group, stock)]
-    each = _known(ms for entry in group for ms in entry["each"][metric])
-    p99 = statistics.median(own) if own else None
-    ends = [min(range_), max(range_)] if range_ else None
-    # [replays, requests], NaN where there is no time
-    times = [np.array([e["each"][metric] for e in replays], float) for replays in (group, stock)]
-    return {
-        "median": statistics.median(each) if each else None,
-        "p99": p99,
-        "stock_p99": ends,
-        "p99_is": place(p99, *ends) if own and ends else None,
-        "ratios": ratios(*times) if stock and group is not stock else None,
-    }
-
-
-def _p99s(replays: list[dict], metric: str) -> list[float]:
-    return _known(entry[metric]["p99"] for entry in replays)
-
-
-def _known(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None]

@@ -1,30 +1,22 @@
 """A trace as requests: read, scaled, and a window of it at a wanted rate; pure but for read().
 
 The format is Mooncake's: one JSON object per line with timestamp (ms), input_length, output_length
-and hash_ids, one id for each 512 tokens of the prompt. Equal ids stand for equal tokens.
+and hash_ids, one id for each 512 tokens of the prompt. Equal ids stand for equal tokens: each is
+the key of a part of the prompt. Arrivals are in seconds.
 """
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
-import numpy as np
+from eval.workloads.load import Request
+from sgl_prefix_attn.tools.analyze import trace_lines
 
 BLOCK = 512  # prompt tokens behind one hash id
 _FIELDS = "timestamp, input_length, output_length and hash_ids"
-
-
-@dataclass(frozen=True)
-class Request:
-    """`at` seconds from the start; lengths in tokens; one hash id for each block of the prompt."""
-
-    at: float
-    input: int
-    output: int
-    hashes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -38,50 +30,46 @@ class Window:
 def read(path: str | Path) -> list[Request]:
     """Read the trace in order of arrival. Raises ValueError naming file and line; OSError."""
     requests = []
-    with Path(path).open() as lines:
+    with Path(path).open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                requests.append(_parse(line))
-            except (ValueError, KeyError, TypeError) as error:
+                found = trace_lines.parse(line)
+                if found.block_tokens is not None or found.arrival is None:
+                    raise ValueError("it has no hash_ids, or no time")
+                if found.content.size * BLOCK < found.prompt:
+                    raise ValueError(f"{found.content.size} hash_ids for {found.prompt} tokens")
+            except ValueError as error:
                 raise ValueError(
-                    f"{path}, line {number}: expected an object with {_FIELDS}: {error!r}"
+                    f"{path}, line {number}: expected an object with {_FIELDS}: {error}"
                 ) from None
+            parts = in_blocks(found.content.tolist(), found.prompt)
+            requests.append(Request(parts, found.output, found.arrival))
     return sorted(requests, key=lambda request: request.at)
 
 
-def _parse(line: str) -> Request:
-    row = json.loads(line)
-    request = Request(
-        at=row["timestamp"] / 1e3,
-        input=int(row["input_length"]),
-        output=int(row["output_length"]),
-        hashes=tuple(row["hash_ids"]),
+def in_blocks(
+    hash_ids: Iterable[int], tokens: int, block: int = BLOCK
+) -> tuple[tuple[int, int], ...]:
+    """Return a block as a part for each hash id; the last one ends with the prompt's tokens."""
+    starts = range(0, tokens, block)
+    return tuple(
+        (key, min(block, tokens - start)) for key, start in zip(hash_ids, starts, strict=False)
     )
-    if not all(isinstance(h, int) and h >= 0 for h in request.hashes):
-        raise ValueError("hash_ids must be integers of at least 0")
-    if request.input < 1 or request.output < 1:
-        raise ValueError("lengths must be at least 1")
-    if len(request.hashes) * BLOCK < request.input:
-        raise ValueError(f"{len(request.hashes)} hash_ids for {request.input} tokens")
-    return request
-
-
-def scaled_block(factor: float) -> int:
-    """Return the tokens of a block at this length scale. Raises ValueError when none is left."""
-    block = round(BLOCK * factor)
-    if block < 1:
-        raise ValueError(f"length scale {factor}: must be at least 1/{BLOCK}")
-    return block
 
 
 def scale(requests: list[Request], factor: float) -> list[Request]:
-    """Multiply lengths by `factor`, to at least 1; the hash ids, and so what is shared, stay."""
-    block = scaled_block(factor)
+    """Multiply lengths by `factor`, to at least 1; the hash ids, and so what is shared, stay.
+
+    Raises ValueError when no token of a block is left."""
+    block = round(BLOCK * factor)
+    if block < 1:
+        raise ValueError(f"length scale {factor}: must be at least 1/{BLOCK}")
     return [
         replace(
             request,
-            # Rounding the block must not leave a prompt longer than its blocks.
-            input=min(max(1, round(request.input * factor)), len(request.hashes) * block),
+            parts=in_blocks(
+                (key for key, _ in request.parts), max(1, round(request.input * factor)), block
+            ),
             output=max(1, round(request.output * factor)),
         )
         for request in requests
@@ -130,16 +118,4 @@ def spread(requests: list[Request]) -> list[Request]:
         replace(request, at=request.at + (end - request.at) * i / len(group))
         for group, end in zip(groups, ends, strict=True)
         for i, request in enumerate(group)
-    ]
-
-
-def prompts(requests: tuple[Request, ...], block: int, vocab_size: int) -> list[list[int]]:
-    """Return token ids of each prompt; blocks of equal hash id are equal, whenever called."""
-    blocks: dict[int, list[int]] = {}
-    for hash_id in {h for request in requests for h in request.hashes}:
-        rng = np.random.default_rng(hash_id)
-        blocks[hash_id] = rng.integers(vocab_size // 8, vocab_size, block).tolist()
-    return [
-        [token for h in request.hashes for token in blocks[h]][: request.input]
-        for request in requests
     ]

@@ -157,16 +157,10 @@ class Recorder:
             )
             k, v = (cache[slots.to(cache.device)].cpu() for cache in caches)
             dump = LayerDump(
-                q=q[:batch].cpu().clone(),
-                out=out[:batch].cpu().clone(),
-                k=k,
-                v=v,
-                index=index,
-                seq_lens=seq_lens,
-                sm_scale=self._sm_scale[layer],
-                replayed=not self._python_ran,
+                q=q[:batch].cpu().clone(), out=out[:batch].cpu().clone(), k=k, v=v, index=index,
+                seq_lens=seq_lens, sm_scale=self._sm_scale[layer], replayed=not self._python_ran,
                 decision=None if step is None else [step.decision.variant, step.decision.reason],
-            )
+            )  # fmt: skip
             torch.save(vars(dump), _file(self._folder, name, layer))
 
 
@@ -180,11 +174,11 @@ def compact(rows: torch.Tensor, seq_lens: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def prefix_step(runner):
-    """Return the step that a `prefix` backend has just run, None with any other backend."""
+    """Return the decode step over a plan that has just run, None for stock attention."""
     from sgl_prefix_attn.engine.runner_backend import find_backend
 
     backend = find_backend(runner)
-    return None if backend is None else backend._active
+    return None if backend is None or backend.decode is None else backend.decode.active
 
 
 def _file(folder: Path, name: str, layer: int) -> Path:

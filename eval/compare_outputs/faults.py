@@ -34,42 +34,26 @@ def _note(log: Path, name: str) -> None:
 
 def _drop_node(planted: Callable[[], None]) -> None:
     """Leave the shared node read by the most queries out of the plan."""
-    from sgl_prefix_attn import plan
-    from sgl_prefix_attn.plan import row_tile_planner
+    from sgl_prefix_attn.plan.planner import Planner
 
-    make_packs, make_tiles = plan.make_packs, row_tile_planner.make_tiles
+    plan_forest = Planner.plan_forest
 
-    def faulty(*args):
-        packs = make_packs(*args)
-        changed = without_largest_shared(packs)
-        if changed is not packs:
-            planted()
-        return changed
-
-    def faulty_tiles(forest, *args):
-        changed = with_largest_node_empty(forest)
+    def faulty(self, forest):
+        changed = without_largest_node(forest)
         if changed is not forest:
             planted()
-        return make_tiles(changed, *args)
+        return plan_forest(self, changed)
 
-    plan.make_packs, row_tile_planner.make_tiles = faulty, faulty_tiles
+    Planner.plan_forest = faulty  # type: ignore[method-assign]
 
 
 def _swap_tails(planted: Callable[[], None]) -> None:
     """Read two requests' private tails from each other's slots."""
-    from sgl_prefix_attn.plan import Planner, row_tile_planner
+    from sgl_prefix_attn.plan import search
 
-    plan, make_tiles = Planner.plan_forest, row_tile_planner.make_tiles
+    make_tiles = search.make_tiles
 
-    def faulty(self, forest):
-        good = plan(self, forest)
-        words = with_two_tails_swapped(good)
-        if words is good.words:
-            return good
-        planted()
-        return replace(good, words=words)
-
-    def faulty_tiles(forest, *args):
+    def faulty(forest, *args):
         good = make_tiles(forest, *args)
         run = with_two_tail_runs_swapped(forest, good.run)
         if run is good.run:
@@ -77,7 +61,7 @@ def _swap_tails(planted: Callable[[], None]) -> None:
         planted()
         return replace(good, run=run)
 
-    Planner.plan_forest, row_tile_planner.make_tiles = faulty, faulty_tiles
+    search.make_tiles = faulty
 
 
 def _skip_append(planted: Callable[[], None]) -> None:
@@ -100,40 +84,24 @@ def _skip_append(planted: Callable[[], None]) -> None:
 FAULTS = {"drop_node": _drop_node, "swap_tails": _swap_tails, "skip_append": _skip_append}
 
 
-def without_largest_shared(packs):
-    """Drop the shared pack with the most queries; the same object when none is shared."""
-    queries = np.diff(packs.query_offset)
-    shared = np.flatnonzero((packs.tail < 0) & (queries > 1))
-    if not shared.size:
-        return packs
-    lost = shared[np.argmax(queries[shared])]
-    keep = np.arange(queries.size) != lost
-    first, last = packs.query_offset[lost : lost + 2]
-    return replace(
-        packs,
-        kv_start=packs.kv_start[keep],
-        kv_end=packs.kv_end[keep],
-        tail=packs.tail[keep],
-        query_offset=np.concatenate(([0], np.cumsum(queries[keep]))).astype(np.int32),
-        queries=np.delete(packs.queries, np.arange(first, last)),
-    )
-
-
-def with_largest_node_empty(forest):
-    """Take all tokens from the node with the most queries; the same object without a node."""
+def without_largest_node(forest):
+    """Take all tokens but the last one from the node with the most queries; the same object where
+    there is nothing to take."""
     if not forest.parent.size:
         return forest
     lost = np.argmax(forest.num_queries)
+    if forest.end[lost] - forest.start[lost] < 2:
+        return forest
     start = forest.start.copy()
-    start[lost] = forest.end[lost]
+    start[lost] = forest.end[lost] - 1
     return replace(forest, start=start)
 
 
 def with_two_tail_runs_swapped(forest, run) -> np.ndarray:
-    """Exchange the requests of two tails among the runs of row tiles, of one place and length where
+    """Exchange the requests of two tails among the runs of tiles, of one place and length where
     there are such; return the runs themselves when there are no two. A small batch is read request
     by request: then a run holds a shared node and the tail below it."""
-    from sgl_prefix_attn.plan.row_tiles import R_LEN, R_REQUEST, R_START
+    from sgl_prefix_attn.plan.tiles import R_LEN, R_REQUEST, R_START
 
     begins, start = run[:, R_START], forest.tail_start[run[:, R_REQUEST]]
     tails = np.flatnonzero((begins <= start) & (start < begins + run[:, R_LEN]))
@@ -154,24 +122,3 @@ def _two_alike(tails: np.ndarray, places: np.ndarray) -> list[int] | None:
         by_place.setdefault((start, length), []).append(i)
     same = [group for group in by_place.values() if len(group) > 1]
     return (same[0] if same else tails.tolist())[:2]
-
-
-def with_two_tails_swapped(plan) -> np.ndarray:
-    """Exchange the rows of two tail segments in the plan's words, of one place and length where
-    there are such; return the words themselves when there are no two tails."""
-    from sgl_prefix_attn.kernels import layout as L
-
-    first = int(plan.words[L.H_SEGMENTS])
-    count = int(plan.words[L.H_NUM_SEGMENTS])
-    segments = plan.words[first : first + count * L.SEGMENT_WORDS].reshape(-1, L.SEGMENT_WORDS)
-    tail_at = int(plan.words[L.H_TAILS])
-    tail_words = plan.words[tail_at : tail_at + plan.batch_size * L.TAIL_WORDS]
-    starts = tail_words.reshape(-1, L.TAIL_WORDS)[:, L.T_DST]
-    tails = np.flatnonzero(np.isin(segments[:, L.S_DST], starts))
-    pair = _two_alike(tails, segments[tails][:, [L.S_START, L.S_LEN]])
-    if pair is None:
-        return plan.words
-    words = plan.words.copy()
-    rows = [first + i * L.SEGMENT_WORDS + L.S_ROW for i in pair]
-    words[rows] = words[rows[::-1]]
-    return words

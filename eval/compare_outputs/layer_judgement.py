@@ -1,12 +1,66 @@
-"""A dumped layer judged by full attention over the same q and KV."""
+"""Dumped layers of engines, judged by full attention over the same q and KV."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
 from eval.bench_kernel.oracle import Error, Judgement, attend_rows
+from eval.compare_outputs import dump, seeded_engine
 from eval.compare_outputs.dump import LayerDump
-from eval.engine_process import uses_prefix
+from eval.compare_outputs.subject import Subject
+from eval.engine_process import EngineError, folder_name, uses_prefix
+
+
+def judge_engines(page_size: int, subject: Subject, home: Path, args) -> Iterator[tuple[dict, str]]:
+    """Yield the row and its text of every backend, scenario and layer. Raises EngineError."""
+    layers = three_layers(subject.layers)
+    for backend in args.backends:
+        folder = home / folder_name(backend)
+        dumps = folder / "dumps"
+        env = dump.configure(dumps, layers, seeded_engine.MAX_RUNNING_REQUESTS)
+        with seeded_engine.judged(
+            backend, page_size, subject.model, folder, args, dump, env
+        ) as engine:
+            for name, requests in subject.requests.items():
+                dump.order(dumps, name, len(requests))
+                engine.ask("generate", requests=requests)
+                if dump.is_open(dumps):
+                    raise EngineError(
+                        f"{backend}, {name}: its {len(requests)} requests never ran together for "
+                        f"{dump.STEP} steps; more --new-tokens may help"
+                    )
+        for name in subject.requests:
+            for layer in layers:
+                known = {"backend": backend, "page_size": page_size, "scenario": name}
+                row = known | {"layer": layer} | _row(dump.load(dumps, name, layer), known, args)
+                yield row, _text(row)
+
+
+def _row(dumped: LayerDump, known: dict, args) -> dict:
+    """Judge one layer. Raises EngineError when the dumped step was not the one to be judged."""
+    problem = not_the_step(dumped, known["backend"], graphs=args.device.type == "cuda")
+    if problem is not None:
+        raise EngineError(f"{known['backend']}, {known['scenario']}: the dumped step {problem}")
+    error, error_torch, problem = judge(dumped, args.device)
+    return {
+        "requests": len(dumped.q), "kv_tokens": int(dumped.seq_lens.sum()),
+        "kv_slots": len(dumped.k), "cuda_graph": dumped.replayed, "decision": dumped.decision,
+        "error": asdict(error), "error_torch": asdict(error_torch), "problem": problem,
+    }  # fmt: skip
+
+
+def _text(row: dict) -> str:
+    error, torch_error = row["error"], row["error_torch"]
+    ran = "replayed" if row["cuda_graph"] else "eager"
+    return (
+        f"  {row['scenario']}, layer {row['layer']} ({row['requests']} requests, {ran}): error "
+        f"{error['norm']:.2e} (torch {torch_error['norm']:.2e}), worst row "
+        f"{error['worst_row']:.2e} (torch {torch_error['worst_row']:.2e})"
+    )
 
 
 def judge(layer: LayerDump, device: torch.device | str = "cpu") -> tuple[Error, Error, str | None]:
@@ -15,8 +69,8 @@ def judge(layer: LayerDump, device: torch.device | str = "cpu") -> tuple[Error, 
     judgement = Judgement(
         _attend(layer, exact, exact, device), _attend(layer, torch.float32, layer.q.dtype, device)
     )
-    error = judgement.error(layer.out.to(device))
-    return error, judgement.error_torch, judgement.problem(error)
+    out = layer.out.to(device)
+    return judgement.error(out), judgement.error_torch, judgement.problem(out)
 
 
 def not_the_step(layer: LayerDump, backend: str, graphs: bool) -> str | None:

@@ -6,31 +6,30 @@ All requests of a set run together.
 from __future__ import annotations
 
 import random
+from argparse import ArgumentTypeError
 from collections.abc import Callable
 
 Prompts = list[list[int]]
 
 
-class _Tokens:
-    """Fresh token lists; two calls never give the same."""
-
-    def __init__(self, name: str, vocab_size: int, scale: int):
-        self._rng = random.Random(name)
-        self._vocab_size, self._scale = vocab_size, scale
-
-    def __call__(self, count: int) -> list[int]:
-        length = max(1, count // self._scale)
-        first = self._vocab_size // 8
-        return [self._rng.randrange(first, self._vocab_size) for _ in range(length)]
+Tokens = Callable[[int], list[int]]
 
 
-def shared(tokens: _Tokens) -> Prompts:
+def _tokens(name: str, vocab_size: int, scale: int) -> Tokens:
+    """Make a source of fresh token lists; two calls never give the same."""
+    rng = random.Random(name)
+    return lambda count: [
+        rng.randrange(vocab_size // 8, vocab_size) for _ in range(max(1, count // scale))
+    ]
+
+
+def shared(tokens: Tokens) -> Prompts:
     """64 x (2048 shared + 128 private)."""
     prefix = tokens(2048)
     return [prefix + tokens(128) for _ in range(64)]
 
 
-def three_levels(tokens: _Tokens) -> Prompts:
+def three_levels(tokens: Tokens) -> Prompts:
     """One root, four children, sixteen grandchildren, three requests below each."""
     root = tokens(1024)
     children = [root + tokens(512) for _ in range(4)]
@@ -38,18 +37,25 @@ def three_levels(tokens: _Tokens) -> Prompts:
     return [node + tokens(40 + 16 * i) for node in grandchildren for i in range(3)]
 
 
-def padding(tokens: _Tokens) -> Prompts:
+def padding(tokens: Tokens) -> Prompts:
     """13 requests, padded to a captured batch size."""
     prefix = tokens(512)
     return [prefix + tokens(32) for _ in range(13)]
 
 
-SCENARIOS: dict[str, Callable[[_Tokens], Prompts]] = {
+SCENARIOS: dict[str, Callable[[Tokens], Prompts]] = {
     f.__name__: f for f in (shared, three_levels, padding)
 }
 
 
+def known(name: str) -> str:
+    """Return the name of a set. Raises ArgumentTypeError for another."""
+    if name not in SCENARIOS:
+        raise ArgumentTypeError(f"scenario {name!r}: known are {', '.join(SCENARIOS)}")
+    return name
+
+
 def build(name: str, vocab_size: int, new_tokens: int, scale: int) -> list[dict]:
     """Return requests (see engine_worker), the same whenever called."""
-    prompts = SCENARIOS[name](_Tokens(name, vocab_size, scale))
+    prompts = SCENARIOS[name](_tokens(name, vocab_size, scale))
     return [{"ids": ids, "new_tokens": new_tokens} for ids in prompts]

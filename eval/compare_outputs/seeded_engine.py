@@ -1,4 +1,4 @@
-"""The engines that are compared: a model with seeded weights, the arguments of sglang.Engine."""
+"""The engines that are compared: arguments of sglang.Engine, and a model with seeded weights."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from types import ModuleType
 
 import torch
 
+from eval import dummy_engine
 from eval.compare_outputs import faults
 from eval.engine_process import (
     EngineError,
@@ -18,6 +19,7 @@ from eval.engine_process import (
     uses_prefix,
 )
 from eval.model_shapes import LLAMA, SHAPES
+from eval.server_process import CPU_ENV
 from eval.tiny_model import write_tiny_llama
 
 SEED = 1234
@@ -35,46 +37,20 @@ def write_model(folder: Path, shape: str, layers: int) -> Path:
     return write_tiny_llama(folder, seed=SEED, **SHAPES[shape] | changes | as_tiny)
 
 
-def forced_env(backend: str) -> dict[str, str]:
-    """Return the environment in which prefix kernels run in every step that can run them: they are
-    judged, not the policy. Nothing for a stock backend."""
-    if not uses_prefix(backend):
-        return {}
-    return {"SGL_PREFIX_ATTN_POLICY": "prefix"} | backend_env(backend)
-
-
 def engine_arguments(model: Path, device: torch.device, page_size: int) -> dict:
-    arguments = {
-        "model_path": str(model),
-        "skip_tokenizer_init": True,
-        "page_size": page_size,
-        "grammar_backend": "none",
-        "sampling_backend": "pytorch",
-        "random_seed": 1,
-        "skip_server_warmup": True,
-        "log_level": "warning",
-        "max_running_requests": MAX_RUNNING_REQUESTS,
-    }
-    if device.type == "cpu":
-        return arguments | {"device": "cpu", "dtype": "float32", "max_total_tokens": 16384}
-    return arguments | {
-        "dtype": "bfloat16",
-        "max_total_tokens": 262144,
-        "mem_fraction_static": 0.8,
-        "cuda_graph_bs_decode": [1, 4, 8, 16, 32, 64, 96],  # every other size is padded
-    }
+    on_cpu = device.type == "cpu"
+    arguments = dummy_engine.engine_arguments(
+        model, device=device, page_size=page_size, pool_tokens=16384 if on_cpu else 262144,
+        decode_batches=[1, 4, 8, 16, 32, 64, MAX_RUNNING_REQUESTS],  # every other size is padded
+    ) | {"load_format": "auto", "skip_server_warmup": True}  # fmt: skip
+    return arguments if on_cpu else arguments | {"dtype": "bfloat16", "mem_fraction_static": 0.8}
 
 
 @contextlib.contextmanager
 def judged(
-    backend: str,
-    page_size: int,
-    model: Path,
-    folder: Path,
-    args,
-    plugin: ModuleType,
+    backend: str, page_size: int, model: Path, folder: Path, args, plugin: ModuleType,
     env: dict[str, str],
-) -> Iterator[EngineProcess]:
+) -> Iterator[EngineProcess]:  # fmt: skip
     """Run an engine of a backend with an evaluation's plugin and the environment that configures
     it; with the fault that is asked for, if it is a prefix backend.
 
@@ -82,12 +58,13 @@ def judged(
     """
     fault_log = folder / "fault.log"
     fault = args.fault if uses_prefix(backend) else None
-    env = env | forced_env(backend)
+    if uses_prefix(backend):  # kernels are judged, not the policy
+        env = env | {"PREFIX_ATTN_POLICY": "prefix"} | backend_env(backend)
+    if args.device.type == "cpu":
+        env = CPU_ENV | env
     if fault:
         env |= {faults.FAULT_ENV: fault, faults.LOG_ENV: str(fault_log)}
     arguments = engine_arguments(model, args.device, page_size) | backend_arguments(backend)
-    if not args.graphs:
-        arguments["disable_cuda_graph"] = True
     with EngineProcess(arguments, folder / "engine", plugin=plugin.__name__, env=env) as engine:
         planted = f" with {fault} planted" if fault else ""
         print(f"{backend}{planted}, page size {page_size}: up after {engine.start_s} s", flush=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -31,6 +32,7 @@ class Sampled:
     decode    whether a decode step made it, not prefill
     token     what the request went on with; greedy: what the engine would have chosen
     logprob   log-probability of `token`
+    top       the two best tokens as (token, log-probability)
     variant   of a `prefix` backend's step, None with any other backend
     """
 
@@ -40,16 +42,36 @@ class Sampled:
     token: int
     greedy: int
     logprob: float
+    top: tuple[tuple[int, float], ...]
     variant: str | None
 
 
-def configure(record: Path, teacher: Path | None = None) -> dict[str, str]:
-    """Return the environment that the plugin needs; without a teacher, tokens are greedy."""
-    return {RECORD_ENV: str(record)} | ({TEACHER_ENV: str(teacher)} if teacher else {})
+def configure(record: Path, teacher: Path) -> dict[str, str]:
+    """Return the environment that the plugin needs; where the teacher has no token, the engine goes
+    on with its own, a greedy one."""
+    return {RECORD_ENV: str(record), TEACHER_ENV: str(teacher)}
 
 
 def read(record: Path) -> list[Sampled]:
-    return [Sampled(**json.loads(line)) for line in record.read_text().splitlines()]
+    return [
+        Sampled(**row | {"top": tuple(map(tuple, row["top"]))})
+        for row in map(json.loads, record.read_text().splitlines())
+    ]
+
+
+def fixed(request: str, prompt: int, tokens: Sequence[int]) -> list[Sampled]:
+    """Make a teacher's steps of a request that goes on with given tokens after its prompt."""
+    return [
+        Sampled(request, prompt + i, decode=i > 0, token=token, greedy=token, logprob=0.0, top=(),
+                variant=None)
+        for i, token in enumerate(tokens)
+    ]  # fmt: skip
+
+
+def write(record: Path, steps: Iterable[Sampled]) -> None:
+    """Append steps to a record, which is made if need be."""
+    with record.open("a") as out:
+        out.writelines(json.dumps(asdict(step)) + "\n" for step in steps)
 
 
 def register() -> None:
@@ -59,8 +81,7 @@ def register() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    teacher = os.environ.get(TEACHER_ENV)
-    recorder = Recorder(Path(record), read(Path(teacher)) if teacher else [])
+    recorder = Recorder(Path(record), read(Path(os.environ[TEACHER_ENV])))
     target = "sglang.srt.model_executor.model_runner.ModelRunner.sample"
     HookRegistry.register(target, recorder.around_sample, HookType.AROUND)
 
@@ -81,19 +102,19 @@ class Recorder:
         given = [self._teacher.get(place, own) for place, own in zip(places, chosen, strict=True)]
         tokens = torch.tensor(given, dtype=greedy.dtype, device=greedy.device)
         values = logprobs.gather(1, tokens.long()[:, None])[:, 0].tolist()
+        best = zip(*(part.tolist() for part in reversed(logprobs.topk(2))), strict=True)
         step = prefix_step(runner)
-        with self._record.open("a") as out:
-            for (request, context), own, token, value in zip(
-                places, chosen, given, values, strict=True
-            ):
-                sampled = Sampled(
-                    request=request,
-                    context=context,
-                    decode=forward_batch.forward_mode.is_decode(),
-                    token=token,
-                    greedy=own,
-                    logprob=value,
-                    variant=None if step is None else step.decision.variant,
+        variant = None if step is None else step.decision.variant
+        decode = forward_batch.forward_mode.is_decode()
+        rows = zip(places, chosen, given, values, best, strict=True)
+        write(
+            self._record,
+            [
+                Sampled(
+                    request=request, context=context, decode=decode, token=token, greedy=own,
+                    logprob=value, top=tuple(zip(*two, strict=True)), variant=variant,
                 )
-                out.write(json.dumps(asdict(sampled)) + "\n")
+                for (request, context), own, token, value, two in rows
+            ],
+        )  # fmt: skip
         return tokens

@@ -1,5 +1,6 @@
 """What `make demo` runs. Exit status 1, with one sentence, if outputs are not the stock backend's:
 on a CPU, in float32, to the last token; on a GPU, in bf16, as nearly as another stock backend's.
+With --model smollm2 the texts of both are printed.
 """
 
 import argparse
@@ -7,15 +8,20 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from rich.console import Console
+from transformers import AutoTokenizer
 
-from eval.demo.comparison import Run, compare, render, summarize
+from eval import smollm2
+from eval.demo.comparison import Run, compare, render, render_texts, summarize
+from eval.demo.near_ties import Output
 from eval.demo.server import demo_server
-from eval.demo.workload import WorkloadError, run_workload
+from eval.demo.workload import WorkloadError, run_agents, run_chats
 from eval.engine_process import end_on_sigterm
 from eval.server_process import ServerError, ServerProcess, growth
 from eval.tiny_model import write_tiny_llama
@@ -24,8 +30,11 @@ BUILD = Path("build")
 console = Console(highlight=False)
 
 
-def serve_workload(backends: list[str], model: Path, gpu: bool) -> list[Run]:
-    """Start a server of each backend, all at once; run the workload on one after another."""
+def serve_workload(
+    backends: list[str], model: Path, gpu: bool, workload: Callable[[str], list[Output]]
+) -> list[Run]:
+    """Start a server of each backend, all at once; run the workload, of a server's URL, on one
+    after another."""
     with contextlib.ExitStack() as stack:
         start = time.monotonic()
         console.print(f"starting SGLang with --attention-backend {', '.join(backends)} ...")
@@ -39,12 +48,12 @@ def serve_workload(backends: list[str], model: Path, gpu: bool) -> list[Run]:
         for server in servers.values():
             server.wait_until_healthy()
         console.print(f"  healthy after {time.monotonic() - start:.1f} s")
-        return [_run(backend, server) for backend, server in servers.items()]
+        return [_run(backend, server, workload) for backend, server in servers.items()]
 
 
-def _run(backend: str, server: ServerProcess) -> Run:
+def _run(backend: str, server: ServerProcess, workload: Callable[[str], list[Output]]) -> Run:
     before, start = server.counters(), time.monotonic()
-    outputs = run_workload(server.url)
+    outputs = workload(server.url)
     seconds = time.monotonic() - start
     console.print(f"{backend}: {len(outputs)} requests in {seconds:.1f} s")
     return Run(backend, outputs, growth(before, server.counters()), seconds)
@@ -53,24 +62,32 @@ def _run(backend: str, server: ServerProcess) -> Run:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.demo", description=__doc__)
     parser.add_argument("--backend", default="prefix", help="attention backend under test")
+    parser.add_argument("--model", choices=["tiny", "smollm2"], default="tiny")
     parser.add_argument("--output", type=Path, default=BUILD / "demo.json")
     args = parser.parse_args(argv)
     end_on_sigterm()
     gpu = torch.cuda.is_available()
     device = torch.cuda.get_device_name(0) if gpu else "cpu"
 
-    console.print(f"device: {device}; writing a tiny Llama to {BUILD / 'demo' / 'model'} ...")
-    model = write_tiny_llama(BUILD / "demo" / "model", head_dim=64)
+    console.print(f"device: {device}")
+    tokenizer, workload = None, run_agents
     try:
+        if args.model == "smollm2":
+            model = smollm2.model(smollm2.folder(), console.print)
+            tokenizer = AutoTokenizer.from_pretrained(model)
+            workload = partial(run_chats, tokenizer=tokenizer)
+        else:
+            console.print(f"writing a tiny Llama to {BUILD / 'demo' / 'model'} ...")
+            model = write_tiny_llama(BUILD / "demo" / "model", head_dim=64)
         if gpu:
-            runs = serve_workload([args.backend, "flashinfer", "triton"], model, gpu)
+            runs = serve_workload([args.backend, "flashinfer", "triton"], model, gpu, workload)
         else:  # one after another: an idle server, which polls, would keep a core busy
             backends = (args.backend, "torch_native")
-            runs = [run for b in backends for run in serve_workload([b], model, gpu)]
+            runs = [run for b in backends for run in serve_workload([b], model, gpu, workload)]
     except ServerError as error:
         console.print(error.log_tail, style="dim", markup=False)
         return fail(str(error))
-    except WorkloadError as error:
+    except (WorkloadError, smollm2.ModelError) as error:
         return fail(str(error))
 
     ours, stock, *noise = runs
@@ -78,6 +95,8 @@ def main(argv: list[str] | None = None) -> int:
     summary = summarize(ours, stock, comparison, sglang_version=version("sglang"), device=device)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(summary, indent=2) + "\n")
+    if tokenizer:
+        render_texts(ours, stock, tokenizer, console)
     render(summary, console)
     console.print(f"written to {args.output}")
     if comparison.problems:

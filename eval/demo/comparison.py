@@ -2,13 +2,15 @@
 
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from eval.demo import near_ties
-from eval.demo.workload import Output
+from eval.demo.near_ties import Output
+from eval.server_process import samples
 
 _STEPS = "sglang:prefix_attn_steps_total"
 _KV_TOKENS = "sglang:prefix_attn_kv_tokens_total"
@@ -74,9 +76,11 @@ def summarize(
 ) -> dict:
     """Return the content of demo.json; steps and KV tokens are of our run, for one layer."""
     steps = defaultdict(dict)
-    for labels, count in _samples(ours, _STEPS):
-        steps[labels["variant"]][labels["reason"]] = count
-    kv_tokens = defaultdict(int, {la["kind"]: n for la, n in _samples(ours, _KV_TOKENS)})
+    for labels, count in samples(ours.counters, _STEPS):
+        steps[labels["variant"]][labels["reason"]] = int(count)
+    tokens = samples(ours.counters, _KV_TOKENS)
+    kv_tokens = defaultdict(int, {labels["kind"]: int(n) for labels, n in tokens})
+    plans = samples(ours.counters, _PLANS)
     return {
         "requests": len(ours.outputs),
         "output_tokens": sum(len(output.token_ids) for output in ours.outputs),
@@ -86,7 +90,7 @@ def summarize(
         "prefix_steps": sum(steps["prefix"].values()),
         "stock_steps": sum(steps["stock"].values()),
         "steps_by_reason": {variant: dict(sorted(by.items())) for variant, by in steps.items()},
-        "plans_by_cause": {labels["cause"]: n for labels, n in _samples(ours, _PLANS)},
+        "plans_by_cause": {labels["cause"]: int(n) for labels, n in plans},
         "kv_tokens_read": kv_tokens["read"],
         "kv_tokens_query_centric": kv_tokens["query_centric"],
         "kv_tokens_unique": kv_tokens["unique"],
@@ -124,10 +128,16 @@ def render(summary: dict, console: Console) -> None:
     console.print(table)
 
 
-def _samples(run: Run, name: str) -> list[tuple[dict, int]]:
-    """Return (labels, growth) of each series that grew, SGLang's own labels included."""
-    return [
-        (dict(labels), int(value))
-        for (sample, labels), value in run.counters.items()
-        if sample == name and value
-    ]
+def render_texts(ours: Run, stock: Run, tokenizer, console: Console) -> None:
+    """Print what both answered side by side, each answer up to where it ends by itself."""
+
+    def text(output: Output) -> str:
+        kept = takewhile(lambda token: token != tokenizer.eos_token_id, output.token_ids)
+        return escape(tokenizer.decode(list(kept)).strip())
+
+    table = Table(title="answers", show_lines=True)
+    for column in ("request", ours.backend, stock.backend):
+        table.add_column(column)
+    for mine, other in zip(ours.outputs, stock.outputs, strict=True):
+        table.add_row(escape(mine.name), text(mine), text(other))
+    console.print(table)

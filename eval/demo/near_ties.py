@@ -18,10 +18,6 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:  # it imports SGLang
-    from eval.demo.workload import Output
 
 # Allowed multiples of the noise. Both sides are maxima over many requests, rounding grows with the
 # peaks of attention, and a planted fault moves them by an order of magnitude.
@@ -30,6 +26,20 @@ _LOGPROB_FACTOR = 3.0
 _SHARE_MARGIN = 0.05
 # Log-probabilities are float32: two runs of one backend may differ by this.
 _ROUNDING = 1e-3
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a server generated for one request.
+
+    top           of each token the two best as (token id, log-probability)
+    fixed_prompt  whether the prompt holds nothing that the server generated
+    """
+
+    name: str
+    token_ids: tuple[int, ...]
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
+    fixed_prompt: bool = True
 
 
 @dataclass(frozen=True)

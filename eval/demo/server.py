@@ -21,6 +21,6 @@ def demo_server(
         ],
         log=workdir / f"server-{backend}.log",
         # A model of this size is too small for the policy to choose prefix kernels on a GPU.
-        env={"SGL_PREFIX_ATTN_POLICY": "prefix", **os.environ, **({} if gpu else CPU_ENV)},
+        env={"PREFIX_ATTN_POLICY": "prefix", **os.environ, **({} if gpu else CPU_ENV)},
         progress=progress,
     )

@@ -1,14 +1,18 @@
-"""The demo's requests: agents that call tools, written with the SGLang frontend.
+"""The demo's requests, written with the SGLang frontend: agents that call tools, for a model of
+random weights, and chats of a help desk, for one that answers them.
 
-One system prompt with the descriptions of all tools -> a branch for each tool -> several calls of
-it at once -> one answer from all results -> a follow-up turn. Every call of every tool is a request
-that shares the system prompt, and its tool's instructions with its siblings.
+An agent: one system prompt with the descriptions of all tools -> a branch for each tool -> several
+calls of it at once -> one answer from all results -> a follow-up turn. Every call of every tool is
+a request that shares the system prompt, and its tool's instructions with its siblings.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import sglang as sgl
 from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint
+
+from eval.chat import conversation
+from eval.demo.near_ties import Output
 
 TOOLS = {
     "search": "find documents about a query and return their titles with one line each",
@@ -21,22 +25,8 @@ QUESTIONS = (
     "Which of the three proposals costs least over ten years, and what does it leave out?",
 )
 CALLS_PER_TOOL = 3
-CALL_TOKENS, ANSWER_TOKENS = 24, 32
+CALL_TOKENS, ANSWER_TOKENS, CHAT_TOKENS = 24, 32, 40
 RULES_PER_TOOL = 10
-
-
-@dataclass(frozen=True)
-class Output:
-    """What the server generated for one request.
-
-    top           of each token the two best as (token id, log-probability)
-    fixed_prompt  whether the prompt holds nothing that the server generated
-    """
-
-    name: str
-    token_ids: tuple[int, ...]
-    top: tuple[tuple[tuple[int, float], ...], ...] = ()
-    fixed_prompt: bool = True
 
 
 class WorkloadError(RuntimeError):
@@ -74,22 +64,43 @@ def agent(s, question):
     return outputs + [_output(name, s, name, fixed_prompt=False) for name in last]
 
 
-def run_workload(url: str) -> list[Output]:
+@sgl.function
+def chat(s, prompt):
+    s += prompt + sgl.gen("answer", max_tokens=CHAT_TOKENS)
+
+
+def run_agents(url: str) -> list[Output]:
     """Run all agents at once, greedy. Raises WorkloadError if a request failed."""
-    endpoint = RuntimeEndpoint(url, chat_template_name="default")
-    states = agent.run_batch(
-        [{"question": question} for question in QUESTIONS],
-        temperature=0,
-        ignore_eos=True,
-        return_logprob=True,
-        top_logprobs_num=2,
-        backend=endpoint,
-    )
+    states = agent.run_batch([{"question": question} for question in QUESTIONS], **_greedy(url))
     return [
         replace(output, name=f"agent {number}: {output.name}")
         for number, state in enumerate(states, start=1)
         for output in state.ret_value
     ]
+
+
+def run_chats(url: str, tokenizer) -> list[Output]:
+    """Ask all of the help desk's questions at once, greedy, with the chat template of a model's
+    tokenizer. Raises WorkloadError if a request failed."""
+    prompts = [
+        tokenizer.apply_chat_template(
+            conversation.messages(question), add_generation_prompt=True, tokenize=False
+        )
+        for question in conversation.QUESTIONS
+    ]
+    states = chat.run_batch([{"prompt": prompt} for prompt in prompts], **_greedy(url))
+    return [
+        _output(question, state, "answer", fixed_prompt=True)
+        for question, state in zip(conversation.QUESTIONS, states, strict=True)
+    ]
+
+
+def _greedy(url: str) -> dict:
+    """Return the options of a run: outputs have one length, and the two best of each token."""
+    return {
+        "temperature": 0, "ignore_eos": True, "return_logprob": True, "top_logprobs_num": 2,
+        "backend": RuntimeEndpoint(url, chat_template_name="default"),
+    }  # fmt: skip
 
 
 def _output(name: str, state, variable: str, fixed_prompt: bool) -> Output:

@@ -27,16 +27,9 @@ def document_qa(s, documents, question, quote_tokens, answer_tokens):
 
 
 def programs(
-    count,
-    *,
-    seed=0,
-    libraries=8,
-    documents=4,
-    document_tokens=1536,
-    question_tokens=64,
-    quote_tokens=128,
-    answer_tokens=256,
-):
+    count, *, seed=0, libraries=8, documents=4, document_tokens=1536, question_tokens=64,
+    quote_tokens=128, answer_tokens=256,
+):  # fmt: skip
     """Return the program and the arguments of `count` questions, the libraries in turn."""
     rng = random.Random(f"document QA {seed}")
 

@@ -34,14 +34,9 @@ def judge(s, rubric, essay, critique_tokens, summary_tokens):
 
 
 def programs(
-    count,
-    *,
-    seed=0,
-    rubric_tokens=4096,
-    essay_tokens=768,
-    critique_tokens=192,
+    count, *, seed=0, rubric_tokens=4096, essay_tokens=768, critique_tokens=192,
     summary_tokens=192,
-):
+):  # fmt: skip
     """Return the program, its rubric bound, and the arguments of `count` essays."""
     rng = random.Random(f"judge {seed}")
 

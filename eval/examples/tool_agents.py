@@ -23,16 +23,9 @@ def tool_agent(s, manual, task, run_tool, turns, call_tokens, answer_tokens):
 
 
 def programs(
-    count,
-    *,
-    seed=0,
-    turns=4,
-    manual_tokens=6144,
-    task_tokens=64,
-    call_tokens=128,
-    result_tokens=128,
-    answer_tokens=192,
-):
+    count, *, seed=0, turns=4, manual_tokens=6144, task_tokens=64, call_tokens=128,
+    result_tokens=128, answer_tokens=192,
+):  # fmt: skip
     """Return the program, its manual bound, and the arguments of `count` agents."""
     rng = random.Random(f"tool agents {seed}")
 
@@ -44,9 +37,7 @@ def programs(
         return lambda call: next(results)  # made up beforehand, whatever the agent asks
 
     program = tool_agent.bind(
-        manual=words(manual_tokens),
-        turns=turns,
-        call_tokens=call_tokens,
+        manual=words(manual_tokens), turns=turns, call_tokens=call_tokens,
         answer_tokens=answer_tokens,
-    )
+    )  # fmt: skip
     return program, [{"task": words(task_tokens), "run_tool": tool()} for _ in range(count)]

@@ -35,17 +35,9 @@ def tree_of_thought(
 
 
 def programs(
-    count,
-    *,
-    seed=0,
-    steps=3,
-    branches=4,
-    examples_tokens=4096,
-    problem_tokens=256,
-    idea_tokens=128,
-    vote_tokens=16,
-    answer_tokens=128,
-):
+    count, *, seed=0, steps=3, branches=4, examples_tokens=4096, problem_tokens=256,
+    idea_tokens=128, vote_tokens=16, answer_tokens=128,
+):  # fmt: skip
     """Return the program, its examples bound, and the arguments of `count` problems."""
     rng = random.Random(f"tree of thought {seed}")
 
@@ -57,11 +49,7 @@ def programs(
         return lambda vote: next(votes)  # drawn beforehand, whatever the voter writes
 
     program = tree_of_thought.bind(
-        examples=words(examples_tokens),
-        steps=steps,
-        branches=branches,
-        idea_tokens=idea_tokens,
-        vote_tokens=vote_tokens,
-        answer_tokens=answer_tokens,
-    )
+        examples=words(examples_tokens), steps=steps, branches=branches, idea_tokens=idea_tokens,
+        vote_tokens=vote_tokens, answer_tokens=answer_tokens,
+    )  # fmt: skip
     return program, [{"problem": words(problem_tokens), "pick": voting()} for _ in range(count)]

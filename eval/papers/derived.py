@@ -1,38 +1,37 @@
-"""Rows of the experiments that another benchmark runs, from its result file."""
+"""Rows of experiments that another benchmark runs, from its result file, or that are counted."""
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
 
-from eval.papers.counts import (
-    LLAMA2_TOKEN_BYTES,
-    LLAMA3_TOKEN_BYTES,
-    kv_bytes,
-    peak_kv_bytes,
-)
-from sgl_prefix_attn.cli.model_heads import parse_heads
+from eval.bench_kernel.floor import kv_bytes
 from sgl_prefix_attn.records import HeadConfig
+from sgl_prefix_attn.tools.model_heads import parse_heads
 
-_HEAD_DIM = 128
-# The planners' own plans, and what stands for PAT's ablations.
-_PATS = ("calibrated", "compute", "naive", "tile_64", "packs", "packs_serial")
+# Of a Llama2-7B (32 layers of 32 KV heads of 128) and a Llama-3.1-8B (8 KV heads), per token.
+LLAMA2_TOKEN_BYTES, LLAMA3_TOKEN_BYTES = 32 * 32 * 128 * 2 * 2, 32 * 8 * 128 * 2 * 2
+# What stands for PAT and its ablations: provider of eval.bench_kernel -> family, name. Only what is
+# of one family is compared.
+_PATS = {
+    "prefix:portable": ("portable", "calibrated"), "prefix:compute": ("portable", "compute"),
+    "prefix:naive": ("portable", "naive"), "prefix:cut1": ("a server's", "calibrated"),
+    "prefix:tile_64": ("a server's", "tile_64"),
+}  # fmt: skip
 
 
 def ablations(rows: list[dict]) -> list[dict]:
-    """Turn rows of eval.ablate that have a counterpart in PAT into times and bytes: KV, and partial
-    results, which are written and read again."""
+    """Turn rows of eval.bench_kernel that have a counterpart in PAT into times and bytes: KV, and
+    partial results, which are written and read again."""
     found = []
-    for row in (row for row in rows if row["ablation"] in _PATS):
-        heads = HeadConfig(*parse_heads(row["heads"]), _HEAD_DIM)
-        read = kv_bytes(row["kv_tokens"], heads) + 2 * row["partial_bytes"]
-        found.append(
-            {
-                "batch": row["tree"], "heads": row["heads"], "provider": row["ablation"],
-                "status": "ok" if row["problem"] is None else f"wrong: {row['problem']}",
-                "us": row["us"] if row["problem"] is None else None, "bytes": read,
-            }
-        )  # fmt: skip
+    for row in (row for row in rows if row["provider"] in _PATS):
+        heads = HeadConfig(*parse_heads(row["heads"]), row["head_dim"])
+        family, name = _PATS[row["provider"]]
+        facts = {"batch": row["tree"], "heads": f"{row['heads']}, {family}", "provider": name}
+        if row["status"] == "ok":
+            partials = merge_bytes(row["num_partials"], heads)
+            facts["bytes"] = kv_bytes(row["kv_tokens_read"], heads) + 2 * partials
+        found.append(facts | {"status": row["status"], "us": row["us"]})
     return found
 
 
@@ -66,13 +65,16 @@ def _planning_share(rows: list[dict]) -> float | None:
     return statistics.median(shares) if shares else None
 
 
-def engine(rows: list[dict]) -> list[dict]:
-    """Turn rows of eval.bench_engine into times per token."""
-    return [
-        {"batch": row["workload"], "provider": row["backend"], "status": "ok",
-         "tpot_ms": row["tpot_ms"]}
-        for row in rows
-    ]  # fmt: skip
+def merge_bytes(num_partials: int, heads: HeadConfig) -> int:
+    """Count the bytes of partial results of one layer: half-precision rows, log-sum-exp and scale
+    of each query head. They are written once and read once."""
+    return num_partials * heads.num_qo_heads * (2 * heads.head_dim + 8)
+
+
+def peak_kv_bytes(prompt: int, shared: int, completion: int, batch: int, token_bytes: int) -> int:
+    """Count the KV bytes of running requests halfway through their completions, over all layers;
+    `shared` tokens of their prompts are held once."""
+    return token_bytes * (shared + batch * (prompt - shared + completion // 2))
 
 
 def memory() -> list[dict]:

@@ -1,7 +1,6 @@
 """The figures that a paper's number is compared with: pure functions of result rows.
 
-Each is made with what it takes from the rows and called with them; `kind` "expected_" reads what
-was expected before the run in place of what was measured. "-" where rows are missing.
+Each is made with what it takes from the rows and called with them; "-" where rows are missing.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from statistics import geometric_mean, mean
 
 from eval.bench_kernel.trees import Tree
 
-Figure = Callable[[Sequence[dict], str], str]
+Figure = Callable[[Sequence[dict]], str]
 Case = tuple[str, str]  # batch, heads
 MISSING = "-"
 
@@ -51,8 +50,8 @@ def _over_ratios(write: Callable[[list[float]], str]):
     def make(over, under=("prefix",), *, only=None, field: str = "us") -> Figure:
         names = [(x,) if isinstance(x, str) else x for x in (over, under)]
 
-        def figure(rows: Sequence[dict], kind: str) -> str:
-            found = _ratios(rows, kind + field, *names, only)
+        def figure(rows: Sequence[dict]) -> str:
+            found = _ratios(rows, field, *names, only)
             return write(found) if found else MISSING
 
         return figure
@@ -79,8 +78,8 @@ def between(over: tuple[str, str], under: tuple[str, str], scale: float = 1.0) -
     """Divide the time of one (batch, provider) by that of another, times `scale`; of experiments
     with one configuration of heads."""
 
-    def figure(rows: Sequence[dict], kind: str) -> str:
-        times = {(batch, name): us for (batch, _), by in values(rows, kind + "us").items()
+    def figure(rows: Sequence[dict]) -> str:
+        times = {(batch, name): us for (batch, _), by in values(rows, "us").items()
                  for name, us in by.items()}  # fmt: skip
         if over not in times or under not in times:
             return MISSING
@@ -92,8 +91,8 @@ def between(over: tuple[str, str], under: tuple[str, str], scale: float = 1.0) -
 def bandwidth_share(provider: str) -> Figure:
     """Return which share of the floor's bandwidth a provider reaches, from least to most."""
 
-    def figure(rows: Sequence[dict], kind: str) -> str:
-        times, floors = values(rows, kind + "us"), values(rows, "floor_us")
+    def figure(rows: Sequence[dict]) -> str:
+        times, floors = values(rows, "us"), values(rows, "floor_us")
         found = sorted(floors[case][provider] / by[provider] for case, by in times.items()
                        if provider in by)  # fmt: skip
         return _span([f"{100 * x:.0f} %" for x in found]) if found else MISSING
@@ -102,9 +101,9 @@ def bandwidth_share(provider: str) -> Figure:
 
 
 def fact(field: str, provider: str, batch: str, write: Callable[[float], str] = str) -> Figure:
-    """Return what a row says; the same is expected of counts that need no run."""
+    """Return what a row says."""
 
-    def figure(rows: Sequence[dict], kind: str) -> str:
+    def figure(rows: Sequence[dict]) -> str:
         for (name, _), by_provider in values(rows, field).items():
             if name == batch and provider in by_provider:
                 return write(by_provider[provider])
@@ -116,11 +115,11 @@ def fact(field: str, provider: str, batch: str, write: Callable[[float], str] = 
 def policy_each() -> Figure:
     """Divide FlashInfer's time by that of the kernels that the server's policy picks, by batch."""
 
-    def figure(rows: Sequence[dict], kind: str) -> str:
+    def figure(rows: Sequence[dict]) -> str:
         runs = values(rows, "server_runs")
         found = [
             by["flashinfer"] / by["prefix"] if runs[case]["prefix"] == "prefix" else 1.0
-            for case, by in values(rows, kind + "us").items()
+            for case, by in values(rows, "us").items()
             if {"flashinfer", "prefix"} <= by.keys() and case in runs
         ]
         return ", ".join(f"{x:.2f}" for x in found) or MISSING

@@ -1,25 +1,27 @@
-"""Rows of the kernel experiments: every provider judged, then timed in turn."""
+"""Rows of the kernel experiments: eval.bench_kernel's runner over the papers' batches, by what a
+server with the plugin runs and by SGLang's kernels."""
 
 from __future__ import annotations
 
-import statistics
+from collections.abc import Callable
 
 import torch
 
-from eval.bench_kernel.floor import Rates
-from eval.papers import kernels
-from eval.papers.case import Judge, build
-from eval.papers.counts import expected_us, floor_us
-from eval.papers.experiment import NOT_MEASURED, Run
-from sgl_prefix_attn.calibrate.timing import LayerTimer
+from eval.bench_kernel.case import Case, build_batch_case
+from eval.bench_kernel.floor import Rates, floor_us
+from eval.bench_kernel.oracle import Oracle, some_rows
+from eval.bench_kernel.providers import make_providers
+from eval.bench_kernel.providers.planned import ServerRunnable
+from eval.bench_kernel.turns import measure_in_turn
+from eval.papers.derived import merge_bytes
+from eval.papers.experiment import Run
+from sgl_prefix_attn.predict import store
+from sgl_prefix_attn.predict.predictor import Predictor
+from sgl_prefix_attn.predict.startup import gpu_key
+from sgl_prefix_attn.step.evaluate import evaluate
+from sgl_prefix_attn.step.policy import BatchFacts
 
 PROVIDERS = ("prefix", "flashinfer", "fa3")
-_ROUNDS = 3
-
-
-def expect(run: Run, rates: Rates) -> list[dict]:
-    """Return the rows of a run as far as they are known before it."""
-    return [_row(run, name, rates) | {"status": NOT_MEASURED} for name in PROVIDERS]
 
 
 def measure(
@@ -27,67 +29,60 @@ def measure(
 ) -> list[dict]:
     """Return a row of each provider; a wrong or missing one has a status instead of a time.
 
-    Outputs are judged first, and after they were timed, over outputs that held NaN.
+    `prefix` is what a server runs; its row has the family of kernels, server_runs, what the policy
+    gives such a batch ("prefix" without a calibration, on a CPU), and merge_bytes of partial
+    results, written and read again.
     """
-    case = build(run.batch, run.heads, run.page_size, dtype, device)
-    judges = [Judge(case, 0), Judge(case, case.num_layers - 1)]
-    rows = [_row(run, name, rates) | {"error_torch": judges[0].error_torch} for name in names]
-    ready = []
-    for row, provider in zip(rows, kernels.providers(names), strict=True):
-        reason = provider.available()
-        if reason is not None:
-            row["status"] = f"unavailable: {reason}"
-            continue
-        try:
-            runnable = provider.prepare(case)
-            row |= getattr(runnable, "facts", {})
-            problem, row["error"] = judges[0].problem(runnable.run(0))
-            if problem is None:
-                timer = LayerTimer(runnable.run, case.num_layers, device, provider.capturable)
-                ready.append((row, timer, runnable))
-            else:
-                row["status"] = f"wrong: {problem}"
-        except Exception as error:  # whatever a third-party kernel raises is a line of the table
-            row["status"] = f"failed: {type(error).__name__}: {str(error)[:200]}"
-    rounds: list[list[float]] = [[] for _ in ready]
-    for i in range(_ROUNDS):  # every other one backwards
-        for (_, timer, _), times in list(zip(ready, rounds, strict=True))[:: (-1) ** i]:
-            times.append(timer.us())
-    for (row, timer, runnable), times in zip(ready, rounds, strict=True):
-        problem, row["error"] = _replayed(timer, judges[1])
-        if problem is not None:
-            row["status"] = f"wrong: timed: {problem}"
-            continue
-        row |= {"us": statistics.median(times), "us_rounds": times, "timing": timer.kind}
-        if run.count_launches:
-            row["launches"] = kernels.count_kernels(runnable.run)
-    return rows
+    batch = run.batch
+    case = build_batch_case(
+        batch.paths, batch.unique_tokens, run.heads, run.page_size, dtype, device
+    )
+
+    def facts(runnable) -> dict:
+        found = {"launches": count_kernels(runnable.run)} if run.count_launches else {}
+        if isinstance(runnable, ServerRunnable):
+            found["server_runs"] = _server_runs(case, runnable)
+            found["merge_bytes"] = merge_bytes(runnable.stats.num_partials, case.heads)
+        return found
+
+    oracle = Oracle(case, some_rows(case))
+    return measure_in_turn(
+        case, oracle, make_providers(names), lambda p: row(run, p.name, rates), facts
+    )
 
 
-def _replayed(timer: LayerTimer, judge: Judge) -> tuple[str | None, float]:
-    for out in timer.outs:
-        out.fill_(float("nan"))
-    timer.replay()
-    return judge.problem(timer.outs[-1])
-
-
-def _row(run: Run, provider: str, rates: Rates) -> dict:
+def row(run: Run, provider: str, rates: Rates) -> dict:
+    """Return a row as far as it is known before the run."""
     batch, heads = run.batch, run.heads
     return {
-        "batch": batch.name,
-        "heads": f"{heads.num_qo_heads}/{heads.num_kv_heads}",
-        "provider": provider,
-        "status": "ok",
-        "page_size": run.page_size,
-        "requests": batch.size,
-        "tokens": batch.tokens,
-        "unique_tokens": batch.unique_tokens,
+        "batch": batch.name, "heads": f"{heads.num_qo_heads}/{heads.num_kv_heads}",
+        "provider": provider, "status": "ok", "page_size": run.page_size, "requests": batch.size,
+        "tokens": batch.tokens, "unique_tokens": batch.unique_tokens,
         "floor_us": floor_us(batch, heads, rates),
-        "expected_us": expected_us(provider, batch, heads),
-    }
+    }  # fmt: skip
 
 
-def free(device: torch.device) -> None:
-    """Give back what the last case held."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+def _server_runs(case: Case, made: ServerRunnable) -> str:
+    """Return the variant of a server's decision on the case's batch."""
+    predictor = None
+    if case.device.type == "cuda":
+        key = gpu_key(made.family, case.device, case.heads, case.dtype, case.page_size)
+        num_sms = torch.cuda.get_device_properties(case.device).multi_processor_count
+        predictor = Predictor(store.find(key, num_sms).calibration)
+    return evaluate(case.paths, BatchFacts(), made.planner, predictor).decision.variant
+
+
+def count_kernels(run: Callable[[int], torch.Tensor]) -> int | None:
+    """Count the kernels that a layer's call puts into a CUDA graph; None where nobody can say."""
+    try:
+        from cuda.bindings import runtime
+
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.graph(graph):
+            run(0)
+        _, _, count = runtime.cudaGraphGetNodes(graph.raw_cuda_graph())
+        _, nodes, _ = runtime.cudaGraphGetNodes(graph.raw_cuda_graph(), count)
+        types = [runtime.cudaGraphNodeGetType(node)[1] for node in nodes]
+        return types.count(runtime.cudaGraphNodeType.cudaGraphNodeTypeKernel)
+    except Exception:  # of torch or the bindings: no count is no reason to lose a time
+        return None

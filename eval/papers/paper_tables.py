@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 from eval.markdown import table
-from eval.papers.experiment import NOT_MEASURED, Experiment
+from eval.papers.experiment import Experiment
 from eval.papers.experiments import EXPERIMENTS
 
-COLUMNS = ("experiment", "figure", "paper", "expected on an H200", "measured")
-
-
-def merged(files: list[list[dict]]) -> list[dict]:
-    """Join the rows of several files; an experiment's are those of the last file that measured
-    it, or of the first that expects something of it."""
-    by_experiment: dict[str, list[dict]] = {}
-    for rows in files:
-        for name in dict.fromkeys(row["experiment"] for row in rows):
-            mine = [row for row in rows if row["experiment"] == name]
-            if name not in by_experiment or any(row["status"] != NOT_MEASURED for row in mine):
-                by_experiment[name] = mine
-    return [row for rows in by_experiment.values() for row in rows]
+COLUMNS = ("experiment", "figure", "paper", "expected on an H200", "measured", "counted")
 
 
 def figures(rows: list[dict]) -> list[dict]:
-    """Put ours beside the papers' numbers: experiment, figure, paper, expected and measured, as
-    text, in the papers' order. Raises ValueError naming an experiment that does not exist."""
+    """Put ours beside the papers' numbers: experiment, figure, paper, expected, and measured or
+    counted, as text, in the papers' order. Raises ValueError naming an experiment that does not
+    exist."""
     return [
         {
             "experiment": experiment.name,
             "figure": claim.says,
             "paper": claim.paper,
-            "expected": claim.expected or claim.figure(mine, "expected_"),
-            "measured": claim.figure(mine, ""),
+            "expected": claim.expected,
+            "measured": "" if claim.counted else claim.figure(mine),
+            "counted": claim.figure(mine) if claim.counted else "",
         }
         for experiment, mine in _by_experiment(rows)
         for claim in experiment.claims
@@ -62,7 +52,7 @@ def _by_experiment(rows: list[dict]) -> list[tuple[Experiment, list[dict]]]:
 
 def _problems(rows: list[dict]) -> list[str]:
     """List rows that have no time for a reason of their own."""
-    fine = ("ok", "counted", NOT_MEASURED)
+    fine = ("ok", "counted")
     bad = [row for row in rows if row["status"] not in fine]
     lines = [
         f"- `{row['experiment']}`, `{row['batch']}`, {row['provider']}: {row['status']}"

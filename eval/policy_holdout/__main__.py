@@ -1,142 +1,123 @@
 """python -m eval.policy_holdout [--json OUT]: what the policy's choices cost on held-out batches.
 
-The calibration is fixed on its own seeds. Batches of other seeds are measured with both kernels
-(CUDA graphs, cold L2), predicted and decided as a server does. Regret is the time of the chosen
-kernels over the time of the faster ones. Exit status 0 whatever the numbers are.
+Calibrations are fixed on their own seeds. Batches of other seeds are measured with SGLang's
+backends and with the plan that a server would make beside each (CUDA graphs, cold L2), predicted
+and decided as such a server does. Regret is the time of the chosen kernels over the time of the
+fastest ones, those of the other servers included. Exit status 0 whatever the numbers are, 1 when no
+batch could be measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+
+from rich.console import Console
 
 from eval import provenance
-from eval.cli_values import output, several
-from eval.policy_holdout import host, policy_text, scatter
-from eval.policy_holdout.coverage import coverage
-from eval.policy_holdout.holdout import DTYPES, Holdout, Setup, find_gpu, gpu_meter, settled
-from eval.policy_holdout.regret import summarize
-from sgl_prefix_attn.cli.argument_types import count
-from sgl_prefix_attn.cli.named_gpus import KERNELS
-from sgl_prefix_attn.execute.backends.family import AUTO, TRITON
+from eval.cli_values import names, output, several
+from eval.policy_holdout import policy_text
+from eval.policy_holdout.holdout import check_seeds, judged
+from eval.policy_holdout.regret import judge_each
+from sgl_prefix_attn.predict import store
+from sgl_prefix_attn.predict.record import CalibrationKey
+from sgl_prefix_attn.records import FA3, FLASHINFER, HeadConfig
+from sgl_prefix_attn.tools.argument_types import count
+from sgl_prefix_attn.tools.calibrate.batches import draw
+from sgl_prefix_attn.tools.calibrate_command import Unusable, find_gpu, new_meter, progress_bar
+from sgl_prefix_attn.tools.model_heads import parse_heads
+from sgl_prefix_attn.tools.named_gpus import add_kernels, family_on, server_of
 
-DEFAULTS = {
-    "batches": 60,
-    "kernels": AUTO,
-    "heads": "32/8",
-    "head_dim": 128,
-    "dtype": "bf16",
-    "page_size": 1,
-    "pool_tokens": 450_000,
-}
+DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def main(argv: list[str]) -> int:
-    """Return 1 only when no batch could be measured."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if not (args.seeds or args.stored):
-        parser.error("argument --seeds is needed, unless --from has them")
-    names = ("seeds", *DEFAULTS)
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     try:
-        stored = provenance.load(args.stored) if args.stored else None
-        if stored is None:
-            setup = settled(Setup(*find_gpu(), **DEFAULTS | given))
-        else:
-            setup = _stored_setup(stored, args.stored, given)
-        holdout = Holdout(setup, args.calibration)
-        meta = _meta(argv, holdout, stored)
-        rows = [] if stored is None else holdout.judge_again(stored["rows"])
-    except ValueError as error:
+        gpu, dtype = find_gpu(args.fallbacks), DTYPES[args.dtype]
+        heads = HeadConfig(*parse_heads(args.heads), args.head_dim)
+        family = family_on(gpu.capability, heads, dtype, args.kernels)
+        facts: Any = gpu.name, family.name, heads, dtype, args.page_size
+        keys = {name: CalibrationKey(*facts, fallback=name) for name in args.fallbacks}
+        found = {
+            name: _calibration(args.calibration, key, gpu.num_sms) for name, key in keys.items()
+        }
+        for used in found.values():
+            check_seeds(args.seeds, used.calibration)
+    except (Unusable, ValueError) as error:
         parser.error(str(error))
-    print(
-        f"{setup.gpu}, {setup.kernels}, {setup.heads} heads, head dim {setup.head_dim}, "
-        f"{setup.dtype}, pages of {setup.page_size}; calibration: {meta['calibration']['origin']}"
-    )
-    if stored is None:
-        holdout.planner.warm_up()
-        policy_us = host.policy_us(holdout.predictor, holdout.planner)
-    else:
-        policy_us = stored["summary"]["policy_us"]  # a measurement too
-        print(f"measured {meta['measured']['date']}: {meta['measured']['command']}")
-        if meta["calibration"]["rates"] != meta["measured"]["calibration"]["rates"]:
-            print("prefix times are of plans made with other rates than this calibration's")
-
-    def save(rows: list[dict]) -> dict:
-        summary = summarize(rows) | {"coverage": coverage(rows), "policy_us": policy_us}
-        if args.json:
-            provenance.save(args.json, meta, rows, summary=summary)
-        return summary
-
-    if stored is None:
-        rows = holdout.run(gpu_meter(setup, holdout.planner), save)
-    summary = save(rows)
-    print(policy_text.report(rows, summary))
-    if args.plot:
-        scatter.write(rows, args.plot)
+    for name, used in found.items():
+        print(f"{gpu.name}, {family}, {name}; {used.message}")
+    setup = {"gpu": gpu.name, "num_sms": gpu.num_sms, **vars(args), "kernels": family.name}
+    first, *others = [
+        asdict(used.calibration) | {"message": used.message} for used in found.values()
+    ]
+    meta = provenance.collect("eval.policy_holdout", argv) | {
+        "setup": {name: setup[name] for name in setup if name not in ("calibration", "json")},
+        "calibration": first,
+        "other_calibrations": others,
+    }
+    servers = {name: server_of(family, used.calibration) for name, used in found.items()}
+    meter = new_meter(keys[args.fallbacks[0]], args.pool_tokens, args.fallbacks)
+    for server in servers.values():
+        server.planner.warm_up()
+    rows: list[dict] = []
+    with progress_bar(Console(stderr=True)) as progress:
+        bar = progress.add_task("", total=args.batches * len(args.seeds))
+        for seed in args.seeds:
+            progress.update(bar, description=f"seed {seed}")
+            drawn = draw(seed, args.batches, args.pool_tokens, args.page_size)
+            for index, batch in enumerate(drawn):
+                whose = {"seed": seed, "index": index}
+                rows += [whose | row for row in judged(batch, servers, meter)]
+                progress.advance(bar)
+            summary = judge_each(rows)
+            if args.json:
+                provenance.save(args.json, meta, rows, summary=summary)
+    print(policy_text.report(rows, summary, meta))
     return 0 if summary["all"] else 1
 
 
-def _stored_setup(stored: dict, path: str, given: dict) -> Setup:
-    if given:
-        raise ValueError(f"--from takes {', '.join(given)} from the file: leave them out")
-    # Files from before the option are of packs.
-    setup = {"kernels": TRITON} | (stored["meta"].get("setup") or {})
-    if set(setup) != {field.name for field in fields(Setup)}:
-        raise ValueError(f"{path} is no result of eval.policy_holdout")
-    return Setup(**setup)
-
-
-def _meta(argv: list[str], holdout: Holdout, stored: dict | None) -> dict:
-    """Tell where rows come from. Those judged again keep the machine and versions that they were
-    measured with, and "measured", the meta of that run; its command and this run's make the result
-    again together."""
-    meta = provenance.collect("eval.policy_holdout", argv)
-    if stored is not None:
-        before = stored["meta"]
-        measured = before.get("measured", before)
-        meta |= {name: before[name] for name in ("machine", "gpu", "driver", "versions")}
-        meta |= {"measured": measured, "command": f"{measured['command']} && {meta['command']}"}
-    return meta | {"setup": asdict(holdout.setup), "calibration": holdout.calibration_meta()}
+def _calibration(paths: list[Path], key: CalibrationKey, num_sms: int) -> store.Found:
+    """Return that of a file of the key's fallback, or the one that a server would use."""
+    for path in paths:
+        if store.load(path).key.fallback == key.fallback:
+            given = store.load(path, key)
+            return store.Found(given, f"calibration {path} ({given.origin})", False)
+    return store.find(key, num_sms)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m eval.policy_holdout", description=__doc__)
     parser.add_argument(
-        "--calibration",
-        type=Path,
-        metavar="FILE",
-        help="default: what a server would use on this GPU",
-    )
+        "--calibration", type=Path, action="append", default=[], metavar="FILE",
+        help="of one of the fallbacks, may be given for each; default: a server's on this GPU",
+    )  # fmt: skip
     parser.add_argument(
-        "--seeds", type=several(count), help="that nothing was chosen by; not below 101"
-    )
-    parser.add_argument("--batches", type=count, help="of each seed (60)")
-    parser.add_argument("--kernels", choices=KERNELS, help="of prefix steps (auto: a server's)")
-    parser.add_argument("--heads", help="query/KV heads (32/8)")
-    parser.add_argument("--head-dim", type=count, help="(128)")
-    parser.add_argument("--dtype", choices=DTYPES, help="(bf16)")
-    parser.add_argument("--page-size", type=count, help="(1)")
+        "--fallbacks", type=names, default=[FLASHINFER, FA3],
+        help="SGLang's backends to judge the policy with; figures are the first one's "
+        "(flashinfer,fa3)",
+    )  # fmt: skip
     parser.add_argument(
-        "--pool-tokens", type=count, help="unique KV tokens of the largest batch (450000)"
-    )
+        "--seeds", type=several(count), required=True,
+        help="that nothing was chosen by; not below 101",
+    )  # fmt: skip
+    parser.add_argument("--batches", type=count, default=60, help="of each seed (60)")
+    add_kernels(parser)
+    parser.add_argument("--heads", default="32/8", help="query/KV heads (32/8)")
+    parser.add_argument("--head-dim", type=count, default=128, help="(128)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="(bf16)")
+    parser.add_argument("--page-size", type=count, default=1, help="(1)")
+    parser.add_argument(
+        "--pool-tokens", type=count, default=450_000,
+        help="unique KV tokens of the largest batch (450000)",
+    )  # fmt: skip
     parser.add_argument(
         "--json", type=output, metavar="OUT", help="result file, written after every seed"
-    )
-    parser.add_argument(
-        "--plot",
-        type=output,
-        metavar="OUT.png",
-        help="predicted / measured, and regret by shared share",
-    )
-    parser.add_argument(
-        "--from",
-        dest="stored",
-        metavar="OUT.json",
-        help="judge these measurements again, without a GPU",
     )
     return parser
 

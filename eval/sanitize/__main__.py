@@ -1,9 +1,9 @@
 """python -m eval.sanitize: the kernels under compute-sanitizer's memcheck and racecheck.
 
 Without --case this process runs each small case by itself, then under each tool, prints the tools'
-summaries and ends with 1 when one of them found an error: packs, and where the GPU runs them row
-tiles. --plant plants faults that the tools must find: in each case a KV slot beyond the pool, in
-row tiles also a read that does not wait for its copy. Status 1 when one of them is not found, 2
+summaries and ends with 1 when one of them found an error: the portable kernel, and on Hopper its
+own. --plant plants faults that the tools must find: in each case a KV slot beyond the pool, in
+Hopper's also a read that does not wait for its copy. Status 1 when one of them is not found, 2
 without a GPU or without compute-sanitizer.
 """
 
@@ -20,11 +20,12 @@ import torch
 
 from eval.sanitize.cases import CASES, HEADS, SLOT, run_case
 from eval.sanitize.races import EARLY_READ, Races, watch_barriers
-from sgl_prefix_attn.execute.backends.choice import why_no_row_tiles
+from sgl_prefix_attn.execute.backends.choice import why_no_hopper
+from sgl_prefix_attn.execute.backends.family import HOPPER, PORTABLE
 
 MEMCHECK, RACECHECK = "memcheck", "racecheck"
 # What --plant plants, and the tool that must find it.
-FAULTS = {"packs": ((SLOT, MEMCHECK),), "row_tiles": ((SLOT, MEMCHECK), (EARLY_READ, RACECHECK))}
+FAULTS = {PORTABLE: ((SLOT, MEMCHECK),), HOPPER: ((SLOT, MEMCHECK), (EARLY_READ, RACECHECK))}
 _CUDA_BIN = "/usr/local/cuda/bin"
 _FOUND = 86  # exit status that the sanitizer gives for an error
 _TIMEOUT_S = 540
@@ -50,10 +51,10 @@ def main(argv: list[str]) -> int:
         missing = "a GPU" if sanitizer else "compute-sanitizer (part of the CUDA toolkit)"
         print(f"eval.sanitize needs {missing}", file=sys.stderr)
         return 2
-    why_not = why_no_row_tiles(torch.device("cuda"), HEADS, torch.bfloat16)
+    why_not = why_no_hopper(torch.device("cuda"), HEADS, torch.bfloat16)
     if why_not is not None:
-        print(f"no row tiles here: {why_not}")
-    names = ["packs"] if why_not else list(CASES)
+        print(f"Hopper's kernel does not run here: {why_not}")
+    names = [PORTABLE] if why_not else list(CASES)
     check = _finds_faults if args.plant else _is_clean
     return 0 if all([check(sanitizer, name) for name in names]) else 1
 

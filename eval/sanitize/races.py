@@ -1,4 +1,4 @@
-"""Row tiles as racecheck can follow them, a race planted in them, and its reports."""
+"""Hopper's kernel as racecheck can follow it, a race planted in it, and its reports."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from sgl_prefix_attn.kernels.gluon import attention, consumer
-from sgl_prefix_attn.kernels.gluon.attention import MAX_STAGES
+from sgl_prefix_attn.kernels.hopper import attention, consumer
+from sgl_prefix_attn.kernels.hopper.attention import MAX_STAGES
 
 EARLY_READ = "early-read"
 _RACE = re.compile(r"={4,} (?:Error|Warning): Race reported between .* in (\S+:\d+)")
 _AND = re.compile(r"={4,}\s+and .* in (\S+:\d+) \[")
 # A block's keys are read where they are needed; the fault reads them before they are waited for.
-_WAIT = """                    mbarrier.wait(rings.k_full.index(stage), phase)
-                    k = rings"""
+_WAIT = "                    mbarrier.wait(rings.k_full.index(stage), phase)\n"
 _READ = "rings.keys.index(stage).load(gl.SliceLayout(0, SL))"
 
 
@@ -37,8 +36,8 @@ def watched_barriers(arrivals: gl.constexpr):
 
 
 def watch_barriers(fault: str | None) -> None:
-    """Let this process compile row tiles whose barriers racecheck sees, with the fault or without.
-    Those of a server are written with one store: then every copy looks like a race."""
+    """Let this process compile Hopper's kernel with barriers that racecheck sees, with the fault or
+    without it. Those of a server are written with one store: then every copy looks like a race."""
     attention.new_barriers = watched_barriers
     if fault == EARLY_READ:
         attention.consume = _reads_early().consume

@@ -1,4 +1,4 @@
 """Seeded loads for a server: who shares which prompt tokens with whom, and when requests come.
 
-load -> grouped, trees, traced -> catalogue; expected
+load -> grouped, trees, traced -> catalogue
 """

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from eval.workloads import grouped, traced, trees
 from eval.workloads.load import Load, Scale
 
-_OTHERS = ("selfconsistency", "tree", "conversation", "agent", "mooncake")
+_OTHERS: dict[str, Callable[[Scale, Choice], Load]] = {
+    "selfconsistency": lambda scale, choice: trees.self_consistency(scale),
+    "tree": lambda scale, choice: trees.tree_search(scale),
+    "conversation": lambda scale, choice: traced.conversation(scale, choice.seed, choice.azure),
+    "agent": lambda scale, choice: traced.agent(scale, choice.seed),
+    "mooncake": lambda scale, choice: traced.mooncake(scale, choice.mooncake, choice.longest),
+}
 NAMES = (*grouped.NAMED, *_OTHERS)
 SPELLING = "GROUPSxPROMPTS:SHARED+PRIVATE:OUTPUT"
 
@@ -45,16 +52,6 @@ def _build(name: str, choice: Choice) -> Load:
     groups = grouped.NAMED.get(name) or grouped.parse(name)
     if groups is not None:
         return grouped.load(name, groups.scaled(scale), choice.seed)
-    if name == "selfconsistency":
-        return trees.self_consistency(scale)
-    if name == "tree":
-        return trees.tree_search(scale)
-    if name == "conversation":
-        return traced.conversation(scale, choice.seed, choice.azure)
-    if name == "agent":
-        return traced.agent(scale, choice.seed)
-    if name == "mooncake":
-        if choice.mooncake is None:
-            raise ValueError("load 'mooncake' needs --mooncake-trace")
-        return traced.mooncake(scale, choice.mooncake, choice.longest)
-    raise ValueError(f"load {name!r}: known are {', '.join(NAMES)} and {SPELLING}")
+    if name not in _OTHERS:
+        raise ValueError(f"load {name!r}: known are {', '.join(NAMES)} and {SPELLING}")
+    return _OTHERS[name](scale, choice)

@@ -81,13 +81,10 @@ def _assignment(shape: Groups, seed: int) -> np.ndarray:
 
 def _flags(shape: Groups) -> tuple[str, ...]:
     flags = {
-        "--dataset-name": "generated-shared-prefix",
-        "--gsp-num-groups": shape.groups,
-        "--gsp-prompts-per-group": shape.prompts,
-        "--gsp-system-prompt-len": shape.shared,
-        "--gsp-question-len": shape.private,
-        "--gsp-output-len": shape.output,
-    }
+        "--dataset-name": "generated-shared-prefix", "--gsp-num-groups": shape.groups,
+        "--gsp-prompts-per-group": shape.prompts, "--gsp-system-prompt-len": shape.shared,
+        "--gsp-question-len": shape.private, "--gsp-output-len": shape.output,
+    }  # fmt: skip
     if shape.zipf is not None:
         flags |= {"--gsp-group-distribution": "zipf", "--gsp-zipf-alpha": shape.zipf}
     words = [word for flag, value in flags.items() for word in (flag, str(value))]

@@ -99,27 +99,21 @@ def prompts(requests: Iterable[Request], seed: int, vocab_size: int) -> Iterator
         yield [token for key, tokens in request.parts for token in ids[key][:tokens]]
 
 
-def write(load: Load, path: Path, *, seed: int, vocab_size: int, rate: float) -> Path:
+def write(load: Load, path: Path, *, seed: int, vocab_size: int, rate: float) -> None:
     """Write the requests as JSON lines that SGLang's `custom` dataset can read.
 
     A line has `conversations`, the prompt and an answer of as many words as are to be generated;
     for request_client.py also `output_len` and, at a finite `rate` (1/s) of a load with arrivals,
     `timestamp` in ms.
     """
-    with path.open("wb") as lines:
-        ids = prompts(load.requests, seed, vocab_size)
-        for request, prompt in zip(load.requests, ids, strict=True):
-            row: dict = {
-                "conversations": [
-                    {"content": text(prompt)},
-                    {"content": text([0] * request.output)},
-                ],
-                "output_len": request.output,
-            }
-            if load.has_arrivals and math.isfinite(rate):
-                row["timestamp"] = 1e3 * request.at / rate
-            lines.write(orjson.dumps(row) + b"\n")
-    return path
+
+    def row(request: Request, prompt: list[int]) -> dict:
+        turns = [{"content": text(prompt)}, {"content": text([0] * request.output)}]
+        made = {"conversations": turns, "output_len": request.output}
+        is_timed = load.has_arrivals and math.isfinite(rate)
+        return made | ({"timestamp": 1e3 * request.at / rate} if is_timed else {})
+
+    _write_lines(path, map(row, load.requests, prompts(load.requests, seed, vocab_size)))
 
 
 def write_trace(load: Load, path: Path, *, seed: int, vocab_size: int, rate: float | None) -> None:
@@ -128,11 +122,16 @@ def write_trace(load: Load, path: Path, *, seed: int, vocab_size: int, rate: flo
     rate  1/s, None: all at once. Arrivals of a load that has none are exponential, seeded.
     """
     gaps = np.random.default_rng(seed).exponential(size=len(load.requests))
-    drawn = np.cumsum(gaps) - gaps[0]
+    drawn = (np.cumsum(gaps) - gaps[0]).tolist()
+
+    def row(request: Request, prompt: list[int], at: float) -> dict:
+        made = {"prompt": prompt, "output_length": request.output}
+        at = request.at if load.has_arrivals else at
+        return made | ({} if rate is None else {"arrival": at / rate})
+
+    _write_lines(path, map(row, load.requests, prompts(load.requests, seed, vocab_size), drawn))
+
+
+def _write_lines(path: Path, rows: Iterable[dict]) -> None:
     with path.open("wb") as lines:
-        ids = prompts(load.requests, seed, vocab_size)
-        for request, prompt, at in zip(load.requests, ids, drawn.tolist(), strict=True):
-            row: dict = {"prompt": prompt, "output_length": request.output}
-            if rate is not None:
-                row["arrival"] = (request.at if load.has_arrivals else at) / rate
-            lines.write(orjson.dumps(row) + b"\n")
+        lines.writelines(orjson.dumps(row) + b"\n" for row in rows)

@@ -89,17 +89,15 @@ def agent(scale: Scale, seed: int) -> Load:
     )
 
 
-def mooncake(scale: Scale, path: Path, longest: int) -> Load:
+def mooncake(scale: Scale, path: Path | None, longest: int) -> Load:
     """Take the first requests of Mooncake's conversation trace of at most `longest` tokens.
 
     Raises ValueError for a trace that is none or too short; OSError."""
+    if path is None:
+        raise ValueError("load 'mooncake' needs --mooncake-trace")
     number = scale.number(_MOONCAKE)
     window = trace.window(trace.scale(trace.read(path), scale.length), 1.0, number, 0, longest)
-    block = trace.scaled_block(scale.length)
-    requests = tuple(
-        Request(_blocks(request, block), request.output, request.at) for request in window.requests
-    )
-    return Load("mooncake", requests, f"{path.name}, requests of at most {longest} tokens")
+    return Load("mooncake", window.requests, f"{path.name}, requests of at most {longest} tokens")
 
 
 def read_azure(path: Path, number: int) -> list[tuple[float, int, int]]:
@@ -129,15 +127,6 @@ def read_azure(path: Path, number: int) -> list[tuple[float, int, int]]:
     if gap <= 0:
         raise ValueError(f"{path}: its first {number + 1} requests do not arrive in order")
     return [((at - first) / gap, *tokens) for at, *tokens in rows[:number]]
-
-
-def _blocks(request: trace.Request, block: int) -> tuple[tuple[int, int], ...]:
-    """Return a hash id's block as a part; the last one ends with the prompt."""
-    starts = range(0, request.input, block)
-    return tuple(
-        (key, min(block, request.input - start))
-        for key, start in zip(request.hashes, starts, strict=False)
-    )
 
 
 def _lognormal(rng: np.random.Generator, mean: float, spread: float, number: int) -> np.ndarray:

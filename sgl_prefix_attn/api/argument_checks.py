@@ -8,115 +8,150 @@ from typing import Any
 import numpy as np
 import torch
 
-from sgl_prefix_attn.records import Forest, HeadConfig, PathTable
+from sgl_prefix_attn.execute.backends.kernel_backend import NARROW_KV
+from sgl_prefix_attn.records import Forest, PathTable
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_MOST_TOKENS = np.iinfo(np.int32).max
 
 
-def torch_device(device: torch.device | str) -> torch.device:
-    """Return the device, a CPU or a CUDA one."""
+def refused(name: str, must: str, got: Any) -> ValueError:
+    """Return the error of an argument, in the words of all of them."""
+    return ValueError(f"{name} must {must}, got {got}")
+
+
+def tensor(name: str, value: Any) -> None:
+    """Check that an argument is a tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise refused(name, "be a tensor", type(value).__name__)
+
+
+def layer_arguments(
+    head_dim, page_size, device, dtype, sm_scale, logits_soft_cap
+) -> tuple[torch.device, float, float]:
+    """Return device, sm_scale (None: head_dim ** -0.5) and logits_soft_cap."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
         found = None
     if found is None or found.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be a CPU or a CUDA GPU, got {str(device)!r}")
-    return found
+        raise refused("device", "be a CPU or a CUDA GPU", repr(str(device)))
+    scale = head_dim**-0.5 if sm_scale is None else _number("sm_scale", sm_scale)
+    soft_cap = _number("logits_soft_cap", logits_soft_cap)
+    if soft_cap < 0:
+        raise refused("logits_soft_cap", "be >= 0 (0: none)", soft_cap)
+    if not 16 <= head_dim <= 256:
+        raise refused("head_dim", "be 16 to 256", head_dim)
+    if type(page_size) is not int or page_size < 1:  # True is an int, too
+        raise refused("page_size", "be an integer >= 1", repr(page_size))
+    if dtype not in DTYPES:
+        raise refused("dtype", f"be one of {', '.join(map(str, DTYPES))}", dtype)
+    if dtype == torch.float32 and found.type == "cuda":
+        raise refused("dtype", "be float16 or bfloat16 on a GPU", dtype)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found.type == "cuda" and (found.index or 0) >= count:
+        there = f"cuda:0 to cuda:{count - 1}" if count else "no CUDA GPU"
+        must = f"be 'cpu' or what torch {torch.__version__} sees, {there}"
+        raise refused("device", must, repr(str(found)))
+    return found, scale, soft_cap
 
 
-def number(name: str, value: Any) -> float:
-    """Return a finite number as float."""
+def kv_dtype(kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    if kv_dtype not in (dtype, NARROW_KV):
+        raise refused("kv_dtype", f"be {NARROW_KV}, or None for {dtype}", kv_dtype)
+
+
+def kv_scales(k_scale: float, v_scale: float, narrow: bool) -> tuple[float, float]:
+    """Return run()'s scales; narrow: its caches are of another dtype than its queries."""
+    scales = _number("k_scale", k_scale), _number("v_scale", v_scale)
+    for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
+        if scale != 1.0 and not narrow:
+            raise refused(name, "be 1 for caches of the wrapper's dtype", scale)
+    return scales
+
+
+def _number(name: str, value: Any) -> float:
     try:
         found = float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         found = math.nan
     if not math.isfinite(found):
-        raise ValueError(f"{name} must be a finite number, got {value!r}")
+        raise refused(name, "be a finite number", repr(value))
     return found
-
-
-def wrapper_arguments(head_dim, page_size, device, dtype, logits_soft_cap) -> None:
-    if not 16 <= head_dim <= 256:
-        raise ValueError(f"head_dim must be between 16 and 256, got {head_dim}")
-    if type(page_size) is not int or page_size < 1:  # True is an int, too
-        raise ValueError(f"page_size must be an integer >= 1, got {page_size!r}")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype}")
-    if dtype == torch.float32 and device.type == "cuda":
-        raise ValueError("dtype must be float16 or bfloat16 on a GPU, got float32")
-    if logits_soft_cap < 0:
-        raise ValueError(f"logits_soft_cap must be >= 0 (0: none), got {logits_soft_cap!r}")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type == "cuda" and (device.index or 0) >= count:
-        gpus = f"cuda:0 to cuda:{count - 1}" if count else "no CUDA GPU"
-        raise ValueError(
-            f"device is {str(device)!r}, but torch {torch.__version__} sees {gpus}; a CPU is 'cpu'"
-        )
 
 
 def lengths(seq_lens: torch.Tensor | Sequence[int]) -> np.ndarray:
     """Return seq_lens as int32 [B], each at least 1 and within int32."""
-    array = _integers("seq_lens", seq_lens)
-    if array.size == 0:
-        raise ValueError("seq_lens is empty: a step needs at least one request")
-    most = np.iinfo(np.int32).max
-    if (row := _first((array < 1) | (array > most))) is not None:
-        raise ValueError(f"seq_lens[{row}] is {array[row]}, must be 1 to {most}")
+    array = _one_each("seq_lens", seq_lens, 1, _MOST_TOKENS)
+    if not array.size:
+        raise refused("seq_lens", "hold at least one request", "none")
     return array.astype(np.int32)
 
 
-def query_lens(lens: torch.Tensor | Sequence[int] | None, seq_lens: np.ndarray) -> np.ndarray:
-    """Return query_lens as int32 [B], each at least 1 and at most its seq_len; None: 1 each."""
+def query_lens(
+    lens: torch.Tensor | Sequence[int] | None, seq_lens: np.ndarray
+) -> np.ndarray | None:
+    """Return query_lens as int32 [B], each at least 1 and at most its seq_len; None as it is."""
     if lens is None:
-        return np.ones(seq_lens.size, np.int32)
-    array = _integers("query_lens", lens)
-    if array.size != seq_lens.size:
-        raise ValueError(f"query_lens has {array.size} rows, seq_lens {seq_lens.size}")
-    if (row := _first((array < 1) | (array > seq_lens))) is not None:
-        raise ValueError(
-            f"query_lens[{row}] is {array[row]}, must be 1 to seq_lens[{row}], {seq_lens[row]}"
-        )
-    return array.astype(np.int32)
+        return None
+    return _one_each("query_lens", lens, 1, seq_lens, seq_lens.size).astype(np.int32)
 
 
-def path_table(paths: Sequence[Sequence[tuple[int, int]]], seq_lens: np.ndarray) -> PathTable:
-    """Paths as a node table; the same node_id must have one length and one parent everywhere."""
+def pool_indices(req_pool_indices, seq_lens: np.ndarray, req_to_token: torch.Tensor):
+    """Return req_pool_indices as int64 [B], rows of req_to_token that are long enough."""
+    _slot_table("req_to_token", req_to_token, seq_lens)
+    last = req_to_token.shape[0] - 1
+    rows = _one_each("req_pool_indices", req_pool_indices, 0, last, seq_lens.size)
+    return torch.from_numpy(rows.astype(np.int64))
+
+
+def block_table(table: torch.Tensor, seq_lens: np.ndarray, page_size: int) -> None:
+    """Check a table of pages [B, pages] that are long enough."""
+    _slot_table("block_table", table, seq_lens, page_size)
+    _rows("block_table", table.shape[0], seq_lens.size)
+
+
+def path_table(
+    paths: Sequence[Sequence[tuple[int, int]]],
+    seq_lens: np.ndarray,
+    query_lens: np.ndarray | None = None,
+) -> PathTable:
+    """Return paths as a node table: the same node_id has one length and one parent everywhere, and
+    no path holds one of its request's query_lens (None: one) newest tokens."""
     try:
         rows = len(paths)
     except TypeError:
-        raise ValueError(
-            f"paths must be a sequence, a path for each request, got {paths!r}"
-        ) from None
-    if rows != seq_lens.size:
-        raise ValueError(f"paths has {rows} rows, seq_lens {seq_lens.size}")
+        raise refused("paths", "be a sequence, a path for each request", repr(paths)) from None
+    _rows("paths", rows, seq_lens.size)
     index: dict[int, int] = {}
     parent: list[int] = []
     length: list[int] = []
     leaf = np.full(seq_lens.size, -1, np.int32)
+    room = (seq_lens - (1 if query_lens is None else query_lens)).tolist()
     for row, path in enumerate(paths):
         above, total = -1, 0
+        mine: set[int] = set()
         for node, tokens in _pairs(row, path):
             if tokens < 1:
-                raise ValueError(f"paths[{row}]: node {node} has length {tokens}, must be >= 1")
+                raise refused(f"paths[{row}]", "hold nodes of length >= 1", f"{node}: {tokens}")
+            if node in mine:
+                raise refused(f"paths[{row}]", "go down a tree", f"node {node} twice")
+            mine.add(node)
             here = index.get(node)
             if here is None:
                 if not -(1 << 63) <= node < 1 << 63:
-                    raise ValueError(f"paths[{row}]: node {node} does not fit int64")
+                    raise refused(f"paths[{row}]", "hold nodes that fit int64", node)
                 here = index[node] = len(parent)
                 parent.append(above)
                 length.append(tokens)
             elif length[here] != tokens or parent[here] != above:
-                raise ValueError(
-                    f"paths[{row}] contradicts an earlier row: node {node} has length {tokens} "
-                    f"(before: {length[here]}) or another node above it"
-                )
+                must = f"have node {node} as rows before it, {length[here]} long and where it was"
+                raise refused(f"paths[{row}]", must, f"length {tokens} or another node above it")
             above = here
             total += tokens
-        if total >= seq_lens[row]:
-            raise ValueError(
-                f"paths[{row}] holds {total} tokens but seq_lens[{row}] is {seq_lens[row]}: a path "
-                "must be shorter than its request, whose newest token is private"
-            )
+        if total > room[row]:
+            must = f"hold at most {room[row]} of the {seq_lens[row]} tokens in seq_lens[{row}]"
+            raise refused(f"paths[{row}]", f"{must}, as the newest attend", total)
         leaf[row] = above
     return PathTable.of(parent, length, leaf, seq_lens, node_id=list(index))
 
@@ -128,27 +163,8 @@ def _pairs(row: int, path) -> Iterator[tuple[int, int]]:
             node, tokens = map(operator.index, entry)
             yield node, tokens
     except (TypeError, ValueError):
-        raise ValueError(
-            f"paths[{row}] must hold pairs of integers (node_id, length), got {entry!r}"
-        ) from None
-
-
-def pool_indices(req_pool_indices, seq_lens: np.ndarray, req_to_token: torch.Tensor):
-    """Return req_pool_indices as int64 [B], rows of req_to_token that are long enough."""
-    rows = _integers("req_pool_indices", req_pool_indices)
-    _slot_table("req_to_token", req_to_token, seq_lens)
-    if rows.size != seq_lens.size:
-        raise ValueError(f"req_pool_indices has {rows.size} rows, seq_lens {seq_lens.size}")
-    there = req_to_token.shape[0]
-    if (row := _first((rows < 0) | (rows >= there))) is not None:
-        raise ValueError(f"req_pool_indices[{row}] is {rows[row]}, req_to_token has {there} rows")
-    return torch.from_numpy(rows)
-
-
-def block_table(table: torch.Tensor, seq_lens: np.ndarray, page_size: int) -> None:
-    _slot_table("block_table", table, seq_lens, page_size)
-    if table.shape[0] != seq_lens.size:
-        raise ValueError(f"block_table has {table.shape[0]} rows, seq_lens {seq_lens.size}")
+        must = "hold pairs of integers (node_id, length)"
+        raise refused(f"paths[{row}]", must, repr(entry)) from None
 
 
 def max_slot(name: str, table: torch.Tensor, pool: torch.Tensor, seq_lens: np.ndarray) -> int:
@@ -157,7 +173,7 @@ def max_slot(name: str, table: torch.Tensor, pool: torch.Tensor, seq_lens: np.nd
     rows = table[pool.to(table.device), : inside.shape[1]]
     used = torch.where(inside, rows, 0)
     if (row := _first((used < 0).any(dim=1))) is not None:
-        raise ValueError(f"{name}: row of request {row} holds a negative slot")
+        raise refused(name, "hold no negative slots", f"one in the row of request {row}")
     return int(used.max())
 
 
@@ -185,63 +201,20 @@ def slots_agree(forest: Forest, req_to_token: torch.Tensor, pool: torch.Tensor) 
     pool = pool.to(table.device)
     differ = (table[pool[rows]] != table[pool[others]]) & shared
     if (pair := _first(differ.any(dim=1))) is not None:
-        raise ValueError(
-            f"paths[{rows[pair]}] shares KV positions 0 to {ends[pair]} with request "
-            f"{others[pair]}, but their slots in req_to_token differ"
-        )
+        must = f"share with request {others[pair]} KV positions whose slots in req_to_token agree"
+        raise refused(f"paths[{rows[pair]}]", must, f"0 to {ends[pair]}, where they differ")
 
 
 def append_slots(out_cache_loc: torch.Tensor, batch: int) -> int:
     """Return the largest new slot, -1 on a GPU: looking at values there would synchronise."""
-    _tensor("out_cache_loc", out_cache_loc)
+    tensor("out_cache_loc", out_cache_loc)
     if (shape := tuple(out_cache_loc.shape)) != (batch,):
-        raise ValueError(f"out_cache_loc must have shape ({batch},), got {shape}")
+        raise refused("out_cache_loc", f"have shape ({batch},)", shape)
     if out_cache_loc.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"out_cache_loc must be int32 or int64, got {out_cache_loc.dtype}")
+        raise refused("out_cache_loc", "be int32 or int64", out_cache_loc.dtype)
     if out_cache_loc.device.type != "cpu":
         return -1
-    if (row := _first(out_cache_loc < 0)) is not None:
-        raise ValueError(f"out_cache_loc[{row}] is {out_cache_loc[row]}, a negative slot")
-    return int(out_cache_loc.max())
-
-
-def run_tensors(q, kv_cache, out, heads: HeadConfig, dtype, device, batch: int, largest_slot: int):
-    """Check run()'s tensors against the plan; returns (k_cache, v_cache)."""
-    try:
-        k_cache, v_cache = kv_cache
-    except (TypeError, ValueError):
-        raise ValueError("kv_cache must be a pair (k, v)") from None
-    for name, tensor, rows, num_heads in (
-        ("q", q, batch, heads.num_qo_heads),
-        ("kv_cache[0]", k_cache, "slots", heads.num_kv_heads),
-        ("kv_cache[1]", v_cache, "slots", heads.num_kv_heads),
-        ("out", out, batch, heads.num_qo_heads),
-    ):
-        if name == "out" and tensor is None:
-            continue
-        _tensor(name, tensor)
-        shape = tuple(tensor.shape)
-        if shape[1:] != (num_heads, heads.head_dim) or rows not in ("slots", shape[0]):
-            wanted = f"({rows}, {num_heads}, {heads.head_dim})"
-            raise ValueError(f"{name} must have shape {wanted}, got {shape}")
-        if rows == "slots" and shape[0] <= largest_slot:
-            raise ValueError(f"{name} has {shape[0]} slots but the plan reads slot {largest_slot}")
-        if tensor.dtype != dtype:
-            raise ValueError(f"{name} has dtype {tensor.dtype}, the wrapper was made for {dtype}")
-        if tensor.device.type != device.type:
-            raise ValueError(f"{name} is on {tensor.device}, the wrapper on {device}")
-        if tensor.stride(-1) != 1 or tensor.stride(-2) != heads.head_dim:
-            raise ValueError(f"{name} must be contiguous in its last two dimensions")
-    return k_cache, v_cache
-
-
-def aligned_rows(**tensors) -> None:
-    """Row tiles copy 16 bytes a thread: rows of these tensors must begin at multiples of them."""
-    for name, tensor in tensors.items():
-        if tensor.data_ptr() % 16 or tensor.stride(0) * tensor.element_size() % 16:
-            raise ValueError(
-                f"{name} must have rows that begin at multiples of 16 bytes, as row tiles need it"
-            )
+    return int(_one_each("out_cache_loc", out_cache_loc, 0, _MOST_TOKENS).max())
 
 
 def _first(bad: np.ndarray | torch.Tensor) -> int | None:
@@ -256,27 +229,34 @@ def _columns_below(ends: np.ndarray, device) -> torch.Tensor:
     return columns < torch.from_numpy(ends).to(device)[:, None]
 
 
-def _tensor(name: str, value: Any) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+def _rows(name: str, rows: int, batch: int) -> None:
+    if rows != batch:
+        raise refused(name, f"have as many rows as seq_lens, {batch}", rows)
 
 
-def _integers(name: str, values: torch.Tensor | Sequence[int]) -> np.ndarray:
+def _one_each(name: str, values, low: int, high, batch: int | None = None) -> np.ndarray:
+    """Return an integer for each request, [B] from low to high; high may be [B] itself."""
     try:
         array = values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
     except (TypeError, ValueError, RuntimeError):  # no dtype of numpy's, rows of several lengths
-        raise ValueError(f"{name} must be one-dimensional integers") from None
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(f"{name} must be one-dimensional integers")
-    return array.astype(np.int64)
+        array = None
+    if array is None or array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        found = type(values).__name__ if array is None else f"{array.dtype} {array.shape}"
+        raise refused(name, "be one-dimensional integers", found)
+    if batch is not None:
+        _rows(name, array.size, batch)
+    if (row := _first((array < low) | (array > high))) is not None:
+        most = np.broadcast_to(high, array.shape)[row]
+        raise refused(f"{name}[{row}]", f"be {low} to {most}", array[row])
+    return array
 
 
 def _slot_table(name: str, table: torch.Tensor, seq_lens: np.ndarray, page_size: int = 1) -> None:
-    _tensor(name, table)
+    tensor(name, table)
     if table.ndim != 2 or table.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name} must be a two-dimensional int32 or int64 tensor")
+        found = f"{table.dtype} {tuple(table.shape)}"
+        raise refused(name, "be a two-dimensional int32 or int64 tensor", found)
     holds = table.shape[1] * page_size
     if (row := _first(seq_lens > holds)) is not None:
-        raise ValueError(
-            f"seq_lens[{row}] is {seq_lens[row]} but {name} holds {holds} tokens per row"
-        )
+        must = f"be at most {holds}, the tokens that a row of {name} holds"
+        raise refused(f"seq_lens[{row}]", must, seq_lens[row])

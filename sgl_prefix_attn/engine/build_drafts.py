@@ -6,14 +6,11 @@ from dataclasses import replace
 import torch
 
 from sgl_prefix_attn.engine import model_facts, sglang_config
-from sgl_prefix_attn.engine.build import build
+from sgl_prefix_attn.engine.build import NoKernels, build
 from sgl_prefix_attn.engine.counters_of import counters_of
 from sgl_prefix_attn.engine.extends import PlannedKinds
 from sgl_prefix_attn.engine.planned_drafts import PlannedDrafts
-from sgl_prefix_attn.execute.backends.choice import why_no_backend, why_no_row_tiles
-from sgl_prefix_attn.execute.backends.family import choose_family
-from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
-from sgl_prefix_attn.records import PREFIX, STOCK
+from sgl_prefix_attn.records import FA3, FLASHINFER, PREFIX, STOCK
 from sgl_prefix_attn.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -21,7 +18,7 @@ logger = logging.getLogger(__name__)
 # Backends of draft steps for which FlashInfer's times, which the policy knows, are near enough.
 # FlashAttention 3 takes 1.04 times as long in the median of eval/results/kernel_*.json; where it is
 # more than 3 % faster, plans are faster still, or nothing is shared.
-TIMED = (None, "flashinfer", "fa3")
+TIMED = (None, FLASHINFER, FA3)
 
 
 def plan_drafts(runner, topk: int, stock):
@@ -31,7 +28,7 @@ def plan_drafts(runner, topk: int, stock):
     runner  the draft model's ModelRunner
     topk    tokens that a step drafts for each request
 
-    Raises as build() does.
+    Raises as build() does, but for NoKernels.
     """
     settings = Settings.from_env()
     if not PlannedKinds.of(runner.server_args, settings).verify:
@@ -41,11 +38,14 @@ def plan_drafts(runner, topk: int, stock):
     heads = model_facts.head_config(runner)
     settings = replace(settings, dump="")  # dumps are of decisions about the target model
     # The plan of a round holds its first step's tokens, and grows by those of the others.
-    execution = build(runner, heads, replace(settings, headroom=len(stock.attn_backends) - 1))
-    if runner.device != "cpu" and not isinstance(execution.planner, RowTilePlanner):
-        return _left_alone(stock, "failed_at_start")
+    of_a_round = replace(settings, headroom=len(stock.attn_backends) - 1)
+    try:
+        execution = build(runner, heads, of_a_round, FLASHINFER)
+    except NoKernels as none:
+        return _left_alone(stock, str(none))
+    counters = counters_of(runner, model_facts.planned_layers(runner))
     logger.info("--attention-backend prefix: decode steps of the draft model run plans")
-    return PlannedDrafts(runner, stock, heads, execution, settings, counters_of(runner))
+    return PlannedDrafts(runner, stock, heads, execution, settings, counters)
 
 
 def why_stock(runner, topk: int, settings: Settings) -> str | None:
@@ -63,16 +63,13 @@ def why_stock(runner, topk: int, settings: Settings) -> str | None:
     model = model_facts.unsupported_model(runner)
     if model not in (None, algorithm):
         return model
-    device, heads = torch.device(runner.device), model_facts.head_config(runner)
     if (why_not := model_facts.unsupported_extend(runner)) is not None:
         return why_not
-    if device.type == "cpu":
-        return why_no_backend(device, heads, runner.dtype)
     asked = options.speculative_draft_attention_backend
-    if settings.policy != PREFIX and asked not in TIMED:
+    on_gpu = torch.device(runner.device).type != "cpu"
+    if on_gpu and settings.policy != PREFIX and asked not in TIMED:
         return f"draft_backend:{asked}"
-    why_not = why_no_row_tiles(device, heads, runner.dtype)
-    return why_not or choose_family(settings.kernels, settings.strategy, None).why_not
+    return model_facts.why_no_kernels(runner)
 
 
 def _left_alone(stock, why_not: str):

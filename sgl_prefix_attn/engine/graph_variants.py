@@ -12,7 +12,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-LIMIT = "SGL_PREFIX_ATTN_MAX_VARIANT_BS"
+LIMIT = "PREFIX_ATTN_MAX_VARIANT_BS"
 
 
 def prefix_label(label: str | None) -> str:

@@ -1,74 +1,154 @@
 """What SGLang's ModelRunner says about a model's attention layers, and why they cannot be run."""
 
+import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
-from sgl_prefix_attn.engine import sglang_config
+from sgl_prefix_attn.engine import determinism, layer_groups, sglang_config
+from sgl_prefix_attn.engine.layer_groups import (
+    LayerGroups,
+    LayerTraits,
+    attention_layers,
+    has_unknown_scales,
+    is_scaled,
+)
+from sgl_prefix_attn.execute.backends.choice import why_no_backend
+from sgl_prefix_attn.execute.backends.kernel_backend import kv_dtype_label
 from sgl_prefix_attn.records import HeadConfig
 from sgl_prefix_attn.step.policy import PLAN_US
 
+# Kernels over KV of another dtype than the model's are right and fast on an H100, where no server
+# has run them yet: until one has, SGLang's own backend serves such models on GPUs.
+NARROW_KV_ON_GPUS = False
+
+# Kernels over latent KV were right on an H100 before parts were merged by shares, which no GPU has
+# run yet, and have not been timed beside SGLang's: until they are, its own backend serves such
+# models on every GPU.
+LATENT_KV_ON_GPUS = False
+
 # Whose draft models run decode steps of their own, as speculative() names them.
 DRAFT_IN_STEPS = ("speculative:EAGLE", "speculative:EAGLE3", "speculative:STANDALONE")
+_COMPOSED_POOLS = ("HybridLinearKVPool", "SWAKVPool")
 
 
-def attention_layers(runner) -> list[RadixAttention]:
-    return [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
+def planned_layers(runner) -> list[RadixAttention]:
+    """Return the layers that run plans."""
+    planned = layer_groups.read(runner).planned
+    ids = () if planned is None else planned.layer_ids
+    return [layer for layer in attention_layers(runner) if layer.layer_id in ids]
 
 
 def least_saving_us(runner, passes: int = 1) -> float:
     """Return what a plan must save per layer that serves so many passes of the model: what it costs
     the host."""
-    return PLAN_US / (len(attention_layers(runner)) * passes)
+    return PLAN_US / (len(planned_layers(runner)) * passes)
 
 
 def head_config(runner) -> HeadConfig:
-    """Return the heads that all layers of a supported model have on this rank."""
-    layer = attention_layers(runner)[0]
-    return HeadConfig(layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim)
+    """Return the heads that all planned layers of a supported model have on this rank."""
+    planned = layer_groups.read(runner).planned
+    assert planned is not None
+    return planned.traits.heads
+
+
+def sinks_dtype(runner) -> torch.dtype | None:
+    """Return the dtype of the sinks that all planned layers of a model have, None without sinks."""
+    planned = layer_groups.read(runner).planned
+    return None if planned is None else planned.traits.sinks
 
 
 def unsupported_model(runner) -> str | None:
     """Say why no step of this model can run the prefix kernels, or None."""
-    layers = attention_layers(runner)
-    heads = {(x.tp_q_head_num, x.tp_k_head_num, x.qk_head_dim, x.v_head_dim) for x in layers}
-    pool, kv_dtype = _pool_name(runner.token_to_kv_pool), runner.kv_cache_dtype
+    pool, groups = _pool_name(_full_pool(runner.token_to_kv_pool)), layer_groups.read(runner)
+    latent = groups.planned is not None and groups.planned.traits.latent
     reasons = {
-        # None of them is a module of the model in SGLang's Transformers backend.
-        "layers:none": not layers,
-        "layers:different_heads": len(heads) > 1,
-        "layers:head_dim": any(x.qk_head_dim != x.v_head_dim for x in layers),
-        "layers:sliding_window": any(x.sliding_window_size > -1 or x.use_irope for x in layers),
-        "layers:cross_attention": any(x.is_cross_attention for x in layers),
-        "layers:logit_transform": any(
-            x.logit_capping_method != "tanh"
-            or x.xai_temperature_len > 0
-            or x.pos_encoding_mode != "NONE"
-            for x in layers
-        ),
+        groups.problem: True,
+        _untried(runner): True,
         unsupported_server(runner.server_args): True,
-        f"kv_dtype:{str(kv_dtype).removeprefix('torch.')}": kv_dtype != runner.dtype,
-        "kv_scales": any(_is_scaled(x) for x in layers),
-        f"kv_pool:{pool}": pool != "MHATokenToKVPool",
+        f"kv_pool:{pool}": pool != ("MLATokenToKVPool" if latent else "MHATokenToKVPool"),
         speculative(runner.server_args): True,  # the last: without another, chains are verified
     }
     return next((reason for reason, holds in reasons.items() if holds and reason), None)
 
 
+def why_no_kernels(runner) -> str | None:
+    """Say why no kernels here can run the planned layers of a model, or None."""
+    planned, device = layer_groups.read(runner).planned, torch.device(runner.device)
+    assert planned is not None
+    traits = planned.traits
+    if device.type == "cuda" and (reason := unmeasured_on_gpus(traits)):
+        return reason
+    if traits.latent and device.type == "cuda" and determinism.is_on(runner.server_args):
+        return "layers:latent"  # no kernel there runs aligned plans
+    if traits.kv_dtype != traits.dtype:
+        layers = planned_layers(runner)
+        if device.type == "cpu" and any(map(is_scaled, layers)):
+            return "kv_scales"  # which torch_native, the fallback, does not know
+        if any(map(has_unknown_scales, layers)):
+            return "kv_scales"
+    return why_no_backend(device, traits.heads, traits.dtype, traits.kv_dtype)
+
+
+def unmeasured_on_gpus(traits: LayerTraits) -> str | None:
+    """Name what no server on a GPU has been measured with yet, or None."""
+    if traits.latent and not LATENT_KV_ON_GPUS:
+        return "layers:latent"
+    narrow = traits.kv_dtype != traits.dtype
+    return kv_dtype_label(traits.kv_dtype) if narrow and not NARROW_KV_ON_GPUS else None
+
+
 def unsupported_extend(runner) -> str | None:
     """Say why no extend batch of a model that decodes over plans can run one, or None."""
     bidirectional = any(x.attn_type != AttentionType.DECODER for x in attention_layers(runner))
-    return "layers:bidirectional" if bidirectional else None
+    return "layers:bidirectional" if bidirectional else layer_groups.read(runner).left_out
+
+
+def unsupported_prompts(runner) -> str | None:
+    """Say why batches that extend run no plans where those that verify may, or None.
+
+    Of latent attention SGLang expands most prompts to keys and values of their own, in layers that
+    no plan serves; what it leaves absorbed has short cached prefixes.
+    """
+    planned = layer_groups.read(runner).planned
+    latent = planned is not None and planned.traits.latent
+    return "layers:expanded_prompts" if latent else None
+
+
+def _untried(runner) -> str | None:
+    """Say why a model with layers of other kinds runs no plans for those of full attention either,
+    or None."""
+    on_gpu = torch.device(runner.device).type == "cuda"
+    if not on_gpu and speculative(runner.server_args) is None:
+        return None
+    pool = runner.token_to_kv_pool
+    composed = None if _full_pool(pool) is pool else _pool_name(pool)
+    return untried_on_gpus(layer_groups.read(runner), composed)
+
+
+def untried_on_gpus(groups: LayerGroups, pool: str | None) -> str | None:
+    """Name what keeps a model with layers of other kinds from plans on a GPU, or None. pool: the
+    class of its KV pool where that is composed of several, else None."""
+    # Graphs of two fallback instances, linear attention or sinks have not been captured or timed on
+    # a GPU: until they have, SGLang's own backend serves such models there, and nothing but these
+    # lines sees to it.
+    reasons = {
+        groups.left_out: True,
+        f"kv_pool:{pool}": pool is not None,
+        "layers:sinks": groups.planned is not None and groups.planned.traits.sinks is not None,
+    }
+    return next((reason for reason, holds in reasons.items() if holds and reason), None)
+
+
+def _full_pool(pool):
+    """Return the pool of full attention within one of several kinds of layers, which passes calls
+    for such a layer on to it; else the pool itself. By exact class: derived ones lay KV out
+    differently."""
+    return pool.full_kv_pool if type(pool).__name__ in _COMPOSED_POOLS else pool
 
 
 def _pool_name(pool) -> str:
     name = type(pool).__name__
     layout = getattr(pool, "kv_cache_layout", "nhd")
     return name if layout == "nhd" else f"{name}/{layout}"
-
-
-def _is_scaled(layer: RadixAttention) -> bool:
-    """FP8 weights bring scales of 1 for a KV cache that is not FP8."""
-    scales = ((layer.k_scale, layer.k_scale_float), (layer.v_scale, layer.v_scale_float))
-    return any(scale is not None and value != 1.0 for scale, value in scales)
 
 
 def speculative(server_args) -> str | None:
@@ -116,6 +196,8 @@ def unsupported_server(server_args) -> str | None:
         # Both decode with other backend instances than the one that the hook finds.
         "parallel:two_batch_overlap": given.enable_two_batch_overlap,
         "parallel:pdmux": given.enable_pdmux,
+        # Slots in req_to_token are virtual there: kernels would have to translate them.
+        "kv_pool:unified_memory": getattr(given, "enable_unified_memory", False),
         # Never tried: the launches of a plan would be traced.
         "torch_compile": given.enable_torch_compile,
     }

@@ -16,21 +16,18 @@ import copy
 import logging
 from typing import Any
 
-import torch
-
 from sgl_prefix_attn.engine import sglang_config
 from sgl_prefix_attn.engine.asked_tokens import committed
-from sgl_prefix_attn.engine.build import Execution, padding_plan
-from sgl_prefix_attn.engine.draft_step import DraftStep
+from sgl_prefix_attn.engine.build import Execution
 from sgl_prefix_attn.engine.graph_variants import GraphVariants
+from sgl_prefix_attn.engine.lane import Lane, Stock
 from sgl_prefix_attn.engine.model_facts import least_saving_us
-from sgl_prefix_attn.engine.planned_layer import must_raise, padded_output
 from sgl_prefix_attn.engine.ranks import agreement
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.paths.tree_reader import RunningBatch
-from sgl_prefix_attn.records import PREFIX, Decision, HeadConfig
+from sgl_prefix_attn.records import HeadConfig
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.step.preparer import Step, StepPreparer
+from sgl_prefix_attn.step.preparer import StepPreparer
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +50,7 @@ class PlannedDrafts:
         counters: StepCounters,
     ):
         self._stock = stock
-        self._runner, self._heads = runner, heads
-        self.executor = execution.executor
+        self._runner = runner
         self.counters = counters
         self.variants = GraphVariants(
             settings.max_variant_bs,
@@ -70,13 +66,11 @@ class PlannedDrafts:
             graph_problem=self.variants.problem,
             padded_size=self.variants.padded_size,
             agree=agreement(),
-            kind="draft",
+            kind="draft steps",
             least_saving_us=least_saving_us(runner, passes=len(stock.attn_backends)),
         )
         self.can_run_prefix = True
-        self._capture = Step(Decision(PREFIX, "capture"), padding_plan(execution.planner))
-        self._observed: Step | None = None  # prefix rounds alone
-        self._active: Step | None = None
+        self.lane = Lane(runner, heads, execution, counters, "a draft step", self._only_stock)
         self._slots: Any = None  # of the tokens that the round drafts
         self.attn_backends = [DraftStep(self, i, x) for i, x in enumerate(stock.attn_backends)]
 
@@ -87,7 +81,7 @@ class PlannedDrafts:
 
     def observe(self, forward_batch, schedule_batch) -> None:
         """Decide and plan the round that SGLang is about to run (after ForwardBatch.init_new)."""
-        self._observed = self._active = None
+        self.lane.reset()
         if not forward_batch.forward_mode.is_decode():
             return
         pool = self._runner.req_to_token_pool
@@ -110,8 +104,7 @@ class PlannedDrafts:
             self._only_stock("internal_error")
             return
         self.counters.draft(step.decision)
-        if step.is_prefix:
-            self._observed = step
+        self.lane.observe(step, len(reqs))
 
     @property
     def needs_cpu_seq_lens(self) -> bool:
@@ -122,7 +115,7 @@ class PlannedDrafts:
     @property
     def needs_eager_step(self) -> bool:
         """Whether the observed round must not replay a graph."""
-        return self._observed is not None and self._observed.cross_check
+        return self.lane.needs_eager_step
 
     def can_capture(self, forward_mode) -> bool:
         """Whether graphs of such steps get two variants."""
@@ -131,31 +124,22 @@ class PlannedDrafts:
     @property
     def graph_is_prefix(self) -> bool:
         """Whether the graph of this round or capture holds prefix kernels."""
-        return self.variants.capturing or (self._observed or self._active) is not None
+        return self.variants.capturing or self.lane.is_prefix
 
     # --- SGLang's contract of a draft backend ----------------------------------------------------
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.variants.reset()
         self._stock.init_cuda_graph_state(max_bs, max_num_tokens)
-        # Nothing writes padding rows, as in PrefixAttnBackend.init_cuda_graph_state.
-        self._graph_out = torch.zeros(
-            (max_bs, self._heads.num_qo_heads, self._heads.head_dim),
-            dtype=self._runner.dtype,
-            device=self._runner.device,
-        )
+        self.lane.init_graphs(max_bs)
 
     def init_forward_metadata(self, forward_batch) -> None:
         """Begin a round without a graph."""
-        self._active, self._observed = self._observed, None
-        if self._active is None or self._active.cross_check:
-            self._stock.init_forward_metadata(forward_batch)
+        self.lane.take()
         self._begin(forward_batch)
-        if self._active is not None:
-            try:
-                self._load(forward_batch)
-            except Exception as error:
-                self.fail(error, 0, forward_batch)
+        self.lane.begin(
+            forward_batch, self.stock_of(0)._replace(prepare=self._stock.init_forward_metadata)
+        )
 
     def init_forward_metadata_out_graph(self, forward_batch, in_capture: bool = False) -> None:
         """Prepare the capture or replay of a graph.
@@ -163,58 +147,28 @@ class PlannedDrafts:
         A stock graph keeps pointers into what the stock backend makes here for its capture, once a
         size: the capture of the prefix graph must not come there.
         """
-        self._active, self._observed = self._observed, None
+        self.lane.take()
         if in_capture:
-            self._active = self._capture if self.variants.capturing else None
-        if self._active is not None:
-            self._load(forward_batch)
+            self.lane.capture(with_plan=self.variants.capturing)
+        if self.lane.active is not None:
+            self.lane.load(forward_batch)
         else:
             self._stock.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch) -> None:
         self._begin(forward_batch)
-        if self._active is None:
+        if self.lane.active is None:
             self._stock.init_forward_metadata_in_graph(forward_batch)
 
-    # --- what the steps call ---------------------------------------------------------------------
+    def stock_of(self, i_step: int) -> Stock:
+        """Return SGLang's own attention from a step of the round on that runs now."""
 
-    @property
-    def is_active(self) -> bool:
-        """Whether the round that runs now runs a plan."""
-        return self._active is not None
-
-    @property
-    def cross_checks(self) -> bool:
-        """Whether its layers are compared with stock attention."""
-        return self._active is not None and self._active.cross_check
-
-    @property
-    def token_to_kv_pool(self):
-        return self._runner.token_to_kv_pool
-
-    def output(self, q: torch.Tensor) -> torch.Tensor:
-        """Return a layer's output, like q [>= B, Hq, D], whose padding rows are zero."""
-        if self._active is self._capture:
-            return self._graph_out[: len(q)]  # a layer's is consumed before the next writes it
-        return padded_output(q, self.executor.batch_size)
-
-    def fail(self, error: Exception, i_step: int, forward_batch) -> None:
-        """Go on with stock attention after kernels that failed; raises the error where that cannot
-        be."""
-        if must_raise(error, capturing=self._active is self._capture):
-            raise error
-        logger.error("prefix kernels failed in a draft step: %s", error, exc_info=error)
-        self.leave("kernel_error", i_step, forward_batch)
-
-    def leave(self, reason: str, i_step: int, forward_batch) -> None:
-        """Run stock from here on, in the middle of a round."""
-        self._only_stock(reason)
-        if self._active is not self._capture:
-            # In a capture the stock graph of the same size has just left its metadata in place.
+        def prepare(forward_batch) -> None:
             start = copy.copy(forward_batch)
             start.positions, start.out_cache_loc = forward_batch.positions - i_step, self._slots
             self._stock.init_forward_metadata(start)
-        self._active = None
+
+        return Stock(prepare, self._stock.attn_backends[i_step].forward)
 
     # --- internals -------------------------------------------------------------------------------
 
@@ -223,12 +177,46 @@ class PlannedDrafts:
         for step in self.attn_backends:
             step.begin()
 
-    def _load(self, forward_batch) -> None:
-        plan: Any = self._active and self._active.new_plan
-        table = self._runner.req_to_token_pool.req_to_token
-        self.executor.load(plan, table, forward_batch.req_pool_indices)
-
     def _only_stock(self, reason: str) -> None:
         logger.warning("--attention-backend prefix: draft steps run stock attention (%s)", reason)
         self._steps.only_stock(reason)
         self.can_run_prefix = False
+
+
+class DraftStep:
+    """Attention of one step of a round; what is not here is its stock backend's.
+
+    Step i attends to the committed KV of a request, L tokens, and to the i + 1 tokens that the
+    round has drafted so far, its own included: what SGLang's draft backends read from req_to_token.
+    SGLang leaves the batch's seq_lens at L for all of the round.
+    """
+
+    def __init__(self, drafts: PlannedDrafts, i_step: int, stock):
+        self._stock = stock
+        self._drafts, self._i_step = drafts, i_step
+        self._seq_lens: Any = None  # int [>= B], the step's own; None before its first layer
+
+    def __getattr__(self, name: str):
+        return getattr(self._stock, name)
+
+    def begin(self) -> None:
+        """A round begins, in a graph or without."""
+        self._seq_lens = None
+
+    def forward(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
+        """Attend in one layer: q [B, Hq * D], k and v [B, Hkv, D]; returns [B, Hq * D]."""
+        drafts = self._drafts
+        return drafts.lane.forward(
+            q, k, v, layer, forward_batch, save_kv_cache, drafts.stock_of(self._i_step),
+            first=lambda: self._lengths(forward_batch), **kwargs,
+        )  # fmt: skip
+
+    def _lengths(self, forward_batch):
+        """Return the step's lengths; before its first layer, let the plan grow by its tokens. Those
+        of the first step are in the plan."""
+        if self._seq_lens is None:
+            self._seq_lens = forward_batch.seq_lens + (self._i_step + 1)
+            # A step's slots are a column of the round's, [B, S]; kernels read one after another.
+            slots = forward_batch.out_cache_loc.contiguous()
+            self._drafts.lane.executor.append(self._seq_lens, slots)
+        return self._seq_lens

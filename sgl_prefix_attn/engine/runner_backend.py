@@ -8,6 +8,14 @@ import sys
 
 from sgl_prefix_attn.settings import BACKEND_NAME
 
+# SGLang's wrappers that are seen through, and what of them decodes full attention. By exact class:
+# a derived one may do more than pass batches on.
+_WRAPPERS = {
+    "HybridAttnBackend": "decode_backend",
+    "HybridLinearAttnBackend": "full_attn_backend",
+    "ShortConvHybridAttnBackend": "full_attn_backend",
+}
+
 
 def find_backend(model_runner, backend=None):
     """Return the PrefixAttnBackend that this runner decodes with, the PlannedDrafts that a draft
@@ -16,16 +24,23 @@ def find_backend(model_runner, backend=None):
     backend  the one that a graph runner captures with, which need not be the model's own: adaptive
              speculative decoding captures graphs for backends that it changes to later
 
-    SGLang wraps a prefill and a decode backend into HybridAttnBackend. Any other wrapper (two-batch
-    overlap, hybrid linear attention) is not ours: behind it, steps stay stock.
+    SGLang wraps a prefill and a decode backend into HybridAttnBackend, and that, of a model with
+    linear attention in some layers, into another. Behind any other wrapper steps stay stock.
     """
     if model_runner.is_draft_worker:
         backend = backend or getattr(model_runner, "draft_attn_backend", None)
         return backend if _is_of(backend, "planned_drafts", "PlannedDrafts") else None
     backend = backend or getattr(model_runner, "attn_backend", None)
-    if backend is not None and type(backend).__name__ == "HybridAttnBackend":
-        backend = backend.decode_backend
+    while (inner := _WRAPPERS.get(type(backend).__name__)) is not None:
+        backend = getattr(backend, inner)
     return backend if _is_of(backend, "backend", "PrefixAttnBackend") else None
+
+
+def find_observer(model_runner):
+    """Return what is told of this runner's batches: its backend (find_backend), what counts steps
+    that are all stock (stock_alone.StockSteps, or a backend that an unknown wrapper hides), or
+    None."""
+    return find_backend(model_runner) or getattr(model_runner, "prefix_attn_steps", None)
 
 
 def need_lengths(backends) -> bool:

@@ -2,8 +2,10 @@
 
 import logging
 import os
+from contextlib import contextmanager
 
-from sgl_prefix_attn.engine import sglang_config
+from sgl_prefix_attn.engine import determinism, sglang_config
+from sgl_prefix_attn.engine.cpu import platform
 from sgl_prefix_attn.settings import BACKEND_NAME, Settings
 
 logger = logging.getLogger(__name__)
@@ -13,15 +15,50 @@ PLAN_STREAM = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
 TREE_CORE = "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"
 
 
-def keep_default_prefill(server_args) -> None:
-    """Make `--attention-backend prefix` alone mean decode, before SGLang resolves its arguments:
-    prefill then stays with what SGLang chooses for this GPU and model. A prefill backend that was
-    asked for stays, too."""
-    if server_args.attention_backend != BACKEND_NAME or server_args.prefill_attention_backend:
-        return
-    if server_args.decode_attention_backend in (None, BACKEND_NAME):
+def ask_for_decode(server_args) -> bool:
+    """Leave only decode to prefix attention, before SGLang resolves its arguments, and return
+    whether prefill was asked of it, too (give_prefill).
+
+    `--attention-backend prefix` alone means decode. Prefill, and what no plan can serve, then stay
+    with what SGLang chooses for this GPU and model; a backend that was asked for stays, too.
+    """
+    every, decode = server_args.attention_backend, server_args.decode_attention_backend
+    prefill = server_args.prefill_attention_backend
+    if every == BACKEND_NAME:
         server_args.attention_backend = None
-        server_args.decode_attention_backend = BACKEND_NAME
+        if decode is None:
+            server_args.decode_attention_backend = BACKEND_NAME
+        elif decode != BACKEND_NAME and prefill is None:
+            prefill = BACKEND_NAME  # all but decode was asked for
+    if BACKEND_NAME in (every, decode) and platform.is_active():
+        determinism.choose_on_a_cpu(server_args)
+    if prefill != BACKEND_NAME:
+        return False
+    server_args.prefill_attention_backend = None
+    return True
+
+
+def give_prefill(server_args) -> None:
+    """Give prefill to prefix attention, after SGLang has chosen what it would have run."""
+    sglang_config.settle(server_args, prefill_attention_backend=BACKEND_NAME)
+    sglang_config.name_one_backend(server_args)
+
+
+@contextmanager
+def not_named_to_the_model(server_args):
+    """Hide the decode backend while SGLang looks at the model.
+
+    Some models' code there knows which of SGLang's backends can run them, and refuses any other
+    name. What it then chooses serves them by itself (stock_alone.py), or what no plan can.
+    """
+    hidden = sglang_config.options(server_args).decode_attention_backend == BACKEND_NAME
+    if hidden:
+        sglang_config.settle(server_args, decode_attention_backend=None)
+    try:
+        yield
+    finally:
+        if hidden:
+            sglang_config.settle(server_args, decode_attention_backend=BACKEND_NAME)
 
 
 def keep_stock_drafts(server_args) -> None:
@@ -55,8 +92,9 @@ def check(server_args) -> None:
     was asked for. Raises ValueError."""
     if BACKEND_NAME not in sglang_config.attention_backends(server_args):
         return
-    Settings.from_env()
+    settings = Settings.from_env()
     raise_if_unsupported(sglang_config.model_config(server_args))
+    _refuse_determinism(server_args, settings)
     _refuse_glue_graph()
     _refuse_plan_stream(server_args)
     _ask_for_a_readable_tree()
@@ -64,19 +102,30 @@ def check(server_args) -> None:
 
 def raise_if_unsupported(model_config) -> None:
     """Raise ValueError for a model that the backend cannot serve at all."""
-    from sglang.srt.configs.model_config import AttentionArch
-
-    if model_config.attention_arch == AttentionArch.MLA:
-        what = "uses multi-head latent attention (MLA)"
-    elif model_config.is_encoder_decoder:
-        what = "is an encoder-decoder model"
-    else:
+    if not model_config.is_encoder_decoder:
         return
     architectures = ", ".join(getattr(model_config.hf_config, "architectures", None) or [])
     raise ValueError(
-        f"--attention-backend {BACKEND_NAME}: {architectures} {what}; supported are decoder-only "
-        "models with multi-head or grouped-query attention. Leave --attention-backend out to take "
-        "SGLang's default."
+        f"--attention-backend {BACKEND_NAME}: {architectures} is an encoder-decoder model; "
+        "supported are decoder-only models. Leave --attention-backend out to take SGLang's default."
+    )
+
+
+def _refuse_determinism(server_args, settings: Settings) -> None:
+    """SGLang checks this of the backend that it chose, which ours stands beside."""
+    options = sglang_config.options(server_args)
+    if not determinism.is_on(server_args):
+        return
+    why_not = determinism.why_not(server_args, settings)
+    if why_not is None:
+        return
+    asked = "--enable-deterministic-inference"
+    if options.rl_on_policy_target is not None:
+        asked = "--rl-on-policy-target, which asks for deterministic inference,"
+    raise ValueError(
+        f"{asked} cannot be served with `{BACKEND_NAME}` as attention, prefill or decode backend: "
+        f"{why_not}. Leave that out to run "
+        f"{options.attention_backend}, or name another that SGLang calls deterministic"
     )
 
 

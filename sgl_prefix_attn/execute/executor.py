@@ -5,8 +5,7 @@ import torch
 
 from sgl_prefix_attn.execute.backends.kernel_backend import KernelBackend
 from sgl_prefix_attn.execute.params import Capacity, LayerParams
-from sgl_prefix_attn.kernels import layout
-from sgl_prefix_attn.records import StepPlan
+from sgl_prefix_attn.plan.serialize import Plan
 
 _UPLOAD_RING = 3  # with overlap scheduling an upload may still be queued when the next is written
 
@@ -22,27 +21,20 @@ class PlanExecutor:
     def __init__(self, backend: KernelBackend, capacity: Capacity):
         self.capacity = capacity
         self.backend = backend
-        self.plan: StepPlan | None = None
+        self.plan: Plan | None = None
         self.workspace = backend.new_workspace(capacity)
         on_gpu = self.workspace.words.device.type == "cuda"
         self._upload = _UploadRing(capacity.words) if on_gpu else None
 
-    def load(
-        self, plan: StepPlan, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor
-    ) -> None:
+    def load(self, plan: Plan, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor) -> None:
         """Make `plan` the current one and copy the slots of its segments.
 
         req_to_token int32 [rows, positions] and req_pool_indices [B] are read now and never again.
-        Raises PlanTooLarge, or ValueError for words of another layout than the kernels read; either
-        leaves the current plan in place.
+        Raises PlanTooLarge, or ValueError for a plan that is not for these kernels; either leaves
+        the current plan in place.
         """
         self.capacity.check(plan)
-        version = int(plan.words[layout.H_VERSION])
-        if version != self.backend.layout_version:
-            raise ValueError(
-                f"the plan's words have layout {version}, "
-                f"{type(self.backend).__name__} reads {self.backend.layout_version}"
-            )
+        self.backend.check(plan)
         if self._upload:
             self._upload.send(plan.words, self.workspace.words)
         else:

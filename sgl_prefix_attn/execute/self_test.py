@@ -1,50 +1,69 @@
 """Runs kernels once before a server relies on them: they compile, launch and are right.
 
-As a program (self_test_process.py runs it) it tries row tiles of one shape.
+As a program (self_test_process.py runs it) it tries Hopper's kernels on heads of one shape.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import orjson
 import torch
 
+from sgl_prefix_attn.execute.backends.choice import new_backend
+from sgl_prefix_attn.execute.backends.family import HOPPER
 from sgl_prefix_attn.execute.backends.kernel_backend import KernelBackend
 from sgl_prefix_attn.execute.executor import PlanExecutor
+from sgl_prefix_attn.execute.full_attention import full_attention
 from sgl_prefix_attn.execute.params import Capacity, LayerParams
-from sgl_prefix_attn.execute.reference import full_attention
+from sgl_prefix_attn.execute.rounding import why_wrong
 from sgl_prefix_attn.execute.self_test_process import NOT_TRIED
 from sgl_prefix_attn.plan.forest import build_forest
-from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
-from sgl_prefix_attn.records import HeadConfig, PathTable, StepPlan
+from sgl_prefix_attn.plan.planner import Planner
+from sgl_prefix_attn.plan.serialize import Plan
+from sgl_prefix_attn.records import HeadConfig, PathTable
 
 # Three requests below a node; whole and partial blocks, shared and private.
 _SHARED, _TAILS = 300, (1, 64, 150)
 _ROW = 512  # columns of req_to_token
+_SCALES = 0.7, 1.7  # of keys and values of a KV cache that is unlike the model
+# KV positions of aligned plans' parts: all of these requests have several of the first, and some
+# have one of the second.
+_SHORT_PARTS = 128, 320
 
 
 def self_test_paths() -> PathTable:
-    """The batch that check_kernels's plans are for."""
+    """Return the batch that check_kernels's plans are for."""
     seq_lens = [_SHARED + tail for tail in _TAILS]
     return PathTable.of([-1], [_SHARED], [0] * len(_TAILS), seq_lens)
 
 
+def every_plan(backend: KernelBackend) -> Iterator[Plan]:
+    """Make a plan of self_test_paths() for each cut that a server may choose, to grow by a step."""
+    planner = Planner(
+        backend.heads, num_sms=backend.num_sms, headroom=2, tile_rows=backend.tile_rows,
+        part_tokens=backend.part_tokens,
+    )  # fmt: skip
+    forest = build_forest(self_test_paths())
+    return (planner.serialize(forest, cut) for cut in planner.cuts(forest))
+
+
 def check_kernels(
     backend: KernelBackend,
-    plans: Iterable[StepPlan],
-    heads: HeadConfig,
-    dtype: torch.dtype,
-    device: torch.device,
+    plans: Iterable[Plan],
     soft_cap: float,
+    kv_dtype: torch.dtype | None = None,
+    sinks_dtype: torch.dtype | None = None,
 ) -> None:
     """Run each plan of self_test_paths(), and a step that appends to it, against full attention.
 
-    soft_cap of the model's layers: with and without are two kernels. Raises RuntimeError for
-    outputs that are further off than twice the error of torch in `dtype`, and whatever compiling
-    and launching raise.
+    soft_cap, kv_dtype (None: like the model) and sinks_dtype (None without sinks) of the model's
+    layers: each makes kernels of its own. Raises RuntimeError for outputs that are further off than
+    torch's in `dtype` explain, for those of aligned plans that are not the same bits by each plan,
+    and whatever compiling and launching raise.
     """
+    heads, dtype, device = backend.heads, backend.dtype, backend.device
     generator = torch.Generator().manual_seed(0)
     batch = len(_TAILS)
     slots = torch.randperm(batch * _ROW, generator=generator).view(batch, _ROW).int()
@@ -64,16 +83,35 @@ def check_kernels(
     rising = k.clone()
     rising[slots.long()] *= 1 + torch.arange(_ROW, device=device, dtype=dtype)[:, None, None] / 64
     scale = heads.head_dim**-0.5
+    sinks = None
+    if sinks_dtype is not None:  # from far below to far above the scores
+        sinks = torch.linspace(-4, 12, heads.num_qo_heads).to(device, sinks_dtype)
+    rising, k, v = (cache.to(kv_dtype or dtype) for cache in (rising, k, v))
+    values = [x[..., : heads.latent_dim] if heads.latent_dim else v for x in (rising, k)]
+    scales = (1.0, 1.0) if kv_dtype in (None, dtype) else _SCALES
     # before and after a step, of each layer
     steps = [
         [
-            LayerParams(q, keys, v, seq_lens + grown, torch.empty_like(q), None, scale, soft_cap)
-            for keys in (rising, k)
+            LayerParams(
+                q,
+                keys,
+                values_of_them,
+                seq_lens + grown,
+                q.new_empty(*q.shape[:2], heads.value_dim),
+                None,
+                scale,
+                soft_cap,
+                sinks,
+                *scales,
+            )
+            for keys, values_of_them in zip((rising, k), values, strict=True)
         ]
         for grown in range(2)
     ]
     expected = [[_expected(layer, table, pool) for layer in layers] for layers in steps]
+    first: list[torch.Tensor] = []  # outputs of each step and layer by the first plan
     for plan in plans:
+        outs: list[torch.Tensor] = []
         executor = PlanExecutor(backend, Capacity.for_plans(plan))
         executor.load(plan, table, pool)
         for layers, answers in zip(steps, expected, strict=True):
@@ -83,47 +121,46 @@ def check_kernels(
                 layer.out.fill_(torch.nan)
             for layer in layers:  # launched one behind the other
                 executor.run(layer)
-            for layer, (want, bound) in zip(layers, answers, strict=True):
-                error = (layer.out.double() - want).abs().max()
-                if not error <= bound:  # nor NaN
-                    raise RuntimeError(
-                        f"the kernels' self-test is {error:.2g} off full attention, allowed is "
-                        f"{bound:.2g}"
-                    )
+            for layer, (want, low) in zip(layers, answers, strict=True):
+                wrong = why_wrong(layer.out, want, low)
+                if wrong is not None:
+                    raise RuntimeError(f"the kernels' self-test is off full attention: {wrong}")
+                outs.append(layer.out.clone())
+        first = first or outs
+        if backend.part_tokens and not all(map(torch.equal, first, outs)):
+            raise RuntimeError("the kernels' self-test: another plan gives a request other bits")
 
 
-def _expected(layer: LayerParams, table: torch.Tensor, pool: torch.Tensor):
-    """Full attention over the requests' rows `pool` of req_to_token, and how far outputs may be
-    off."""
-    dtype = layer.q.dtype
-    want, same_dtype = (
+def _expected(layer: LayerParams, table: torch.Tensor, pool: torch.Tensor) -> list[torch.Tensor]:
+    """Full attention over the requests' rows `pool` of req_to_token, in float64 and in the layer's
+    dtype."""
+    return [
         full_attention(
             layer.q, layer.k_cache, layer.v_cache, table, pool, layer.seq_lens,
-            sm_scale=layer.sm_scale, logits_soft_cap=layer.soft_cap, dtype=kind,
-        )[0].double()
-        for kind in (torch.float64, dtype)
-    )  # fmt: skip
-    rounding = torch.finfo(dtype).eps * want.abs().max()
-    return want, 2 * (same_dtype - want).abs().max() + rounding
+            sm_scale=layer.sm_scale, logits_soft_cap=layer.soft_cap, sinks=layer.sinks,
+            k_scale=layer.k_scale, v_scale=layer.v_scale, dtype=dtype,
+        )[0]
+        for dtype in (torch.float64, layer.q.dtype)
+    ]  # fmt: skip
 
 
 def main(argv: list[str]) -> int:
     """Try every plan of one subject (self_test_process.Subject as JSON) on a device; return
     NOT_TRIED where that has no room, or lets no other process in."""
-    from sgl_prefix_attn.execute.backends.gluon_backend import GluonBackend
-
     subject, device = orjson.loads(argv[0]), torch.device(argv[1])
     heads, dtype = HeadConfig(**subject["heads"]), getattr(torch, subject["dtype"])
+    sinks_dtype = getattr(torch, subject["sinks"]) if subject["sinks"] else None
     try:
         torch.empty(1 << 24, dtype=torch.uint8, device=device)
     except RuntimeError as error:
         return _not_tried(error)
-    backend = GluonBackend(heads, dtype, device, pdl=True)  # as servers launch them
-    planner = RowTilePlanner(heads, num_sms=backend.num_sms, headroom=2)
-    forest = build_forest(self_test_paths())
-    plans = (planner.serialize(forest, cut) for cut in planner.cuts(forest))
+    kv_dtype, cap = getattr(torch, subject["kv_dtype"] or subject["dtype"]), subject["soft_cap"]
+    parts = subject["part_tokens"]
     try:
-        check_kernels(backend, plans, heads, dtype, device, subject["soft_cap"])
+        for part_tokens in (parts, *_SHORT_PARTS) if parts else (0,):
+            # as servers launch them; kernels over aligned plans are the same for parts of any size
+            backend = new_backend(HOPPER, device, heads, dtype, pdl=True, part_tokens=part_tokens)
+            check_kernels(backend, every_plan(backend), cap, kv_dtype, sinks_dtype)
     except torch.OutOfMemoryError as error:  # says nothing about the kernels
         return _not_tried(error)
     return 0

@@ -1,4 +1,4 @@
-"""The self-test of row tiles in a process of its own, and its verdicts, which files remember.
+"""The self-test of Hopper's kernels in a process of its own, and verdicts, which files remember.
 
 Kernels that hang keep their process and its GPU context, whatever waits for them: so a server never
 runs kernels that no other process has run before. What that process compiled is in Triton's cache.
@@ -15,12 +15,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import msgspec
 import orjson
 
-from sgl_prefix_attn.kernels.gluon import words
+from sgl_prefix_attn.kernels import words
 from sgl_prefix_attn.records import HeadConfig
 
 logger = logging.getLogger(__name__)
@@ -29,22 +30,17 @@ NOT_TRIED = 75  # exit status of the process where the device has no room for it
 # Importing torch and compiling take most of it, on a busy host several times as long.
 DEADLINE_S = 180.0
 _COMMAND = [sys.executable, "-m", "sgl_prefix_attn.execute.self_test"]
-# What a verdict is about besides kernels/gluon: launches, the words that the kernels read, the test
-# itself. By path: not every Triton can import them.
-_AROUND_KERNELS = (
-    "execute/backends/gluon_backend.py",
-    "execute/self_test.py",
-    "plan/row_tile_order.py",
-    "plan/row_tile_words.py",
-)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is tried: row tiles of one shape on one kind of GPU.
+    """What is tried: Hopper's kernels on heads of one shape, on one kind of GPU.
 
-    versions  of the packages that compile and launch the kernels
-    kernels   code_digest() of the kernels and of what runs them
+    versions     of the packages that compile and launch the kernels
+    sinks        the dtype of the layers' sinks, "" without sinks
+    kv_dtype     of the KV cache, "" like the model
+    part_tokens  of aligned plans, which have kernels of their own; 0: plans are not aligned
+    kernels      code_digest() of the kernels and of what runs them
     """
 
     gpu: str
@@ -52,17 +48,19 @@ class Subject:
     dtype: str
     soft_cap: float
     versions: Mapping[str, str]
-    kernels: str
-
-    @classmethod
-    def of(
-        cls, gpu: str, heads: HeadConfig, dtype: str, soft_cap: float, versions: Mapping[str, str]
-    ) -> Subject:
-        return cls(gpu, heads, dtype, soft_cap, dict(versions), code_digest())
+    sinks: str = ""
+    kv_dtype: str = ""
+    part_tokens: int = 0
+    kernels: str = field(default_factory=lambda: code_digest())
 
     def __str__(self) -> str:
-        heads = f"{self.heads.num_qo_heads}/{self.heads.num_kv_heads} heads"
-        return f"{heads} of {self.heads.head_dim}, {self.dtype}"
+        return f"{self.heads}, {self.dtypes}" + ", aligned plans" * bool(self.part_tokens)
+
+    @property
+    def dtypes(self) -> str:
+        """The model's dtype and, where it is another, the KV cache's."""
+        alike = self.kv_dtype in ("", self.dtype)
+        return self.dtype if alike else f"{self.dtype}-{self.kv_dtype}"
 
 
 @dataclass(frozen=True)
@@ -76,55 +74,53 @@ class Verdict:
     why_not: str | None
     lasts: bool = True
 
-    def encode(self) -> bytes:
-        fields = {"subject": asdict(self.subject), "why_not": self.why_not}
-        return orjson.dumps(fields, option=orjson.OPT_INDENT_2) + b"\n"
-
-    @classmethod
-    def decode(cls, text: bytes) -> Verdict:
-        """Raises ValueError for anything that encode() does not write."""
-        try:
-            fields = orjson.loads(text)
-            subject = fields["subject"]
-            subject["heads"] = HeadConfig(**subject["heads"])
-            verdict = cls(Subject(**subject), fields["why_not"])
-        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"no verdict: {error!r}") from error
-        if not isinstance(verdict.why_not, str | None):
-            raise ValueError(f"no verdict: why_not is {verdict.why_not!r}")
-        return verdict
-
 
 def code_digest() -> str:
-    """Digest of the sources of the row-tile kernels and of what plans, launches and tries them:
-    with others they may pass or hang where these did not."""
+    """Digest the sources of Hopper's kernels and of what plans, launches and tries them: with
+    others they may pass or hang where these did not. Sources: not every Triton can import them."""
     package = Path(__file__).parents[1]
-    kernels = sorted(Path(words.__file__).parent.glob("*.py"))
     digest = hashlib.sha256()
-    for path in (*kernels, *(package / name for name in _AROUND_KERNELS)):
-        digest.update(path.read_bytes())
+    for folder in (Path(words.__file__).parent, package / "execute", package / "plan"):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
 def path_of(folder: Path, subject: Subject) -> Path:
-    """The file of a subject's verdict: what is newer, of other versions, takes its place."""
-    heads = subject.heads
-    cap = "_cap" if subject.soft_cap else ""
-    shape = f"{heads.num_qo_heads}-{heads.num_kv_heads}-{heads.head_dim}_{subject.dtype}{cap}"
+    """Name the file of a subject's verdict: a newer one, of other versions, takes its place."""
+    kinds = "_cap" * bool(subject.soft_cap) + f"_sinks-{subject.sinks}" * bool(subject.sinks)
+    kinds += f"_parts-{subject.part_tokens}" * bool(subject.part_tokens)
+    shape = f"{subject.heads.shape}_{subject.dtypes}{kinds}"
     return folder / f"{re.sub(r'[^A-Za-z0-9.]+', '-', subject.gpu)}_{shape}.json"
 
 
 def remembered(folder: Path, subject: Subject) -> Verdict | None:
-    """The verdict on exactly this subject, None without one; a file that is no verdict is none."""
-    path = path_of(folder, subject)
+    """Return the verdict on exactly this subject, None without one."""
+    verdict = _read(path_of(folder, subject))
+    return verdict if verdict is not None and verdict.subject == subject else None
+
+
+def failures(folder: Path, gpu: str, versions: Mapping[str, str]) -> list[tuple[Path, Verdict]]:
+    """List what failed on this kind of GPU with these versions and kernels, and where it stands."""
+    here = (gpu, dict(versions), code_digest())
+    return [
+        (path, verdict)
+        for path in sorted(folder.glob("*.json"))
+        if (verdict := _read(path)) is not None and verdict.why_not is not None
+        for subject in [verdict.subject]
+        if (subject.gpu, subject.versions, subject.kernels) == here
+    ]
+
+
+def _read(path: Path) -> Verdict | None:
+    """A file that is no verdict is none."""
     try:
-        verdict = Verdict.decode(path.read_bytes())
+        return msgspec.json.decode(path.read_bytes(), type=Verdict)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         logger.warning("%s is not used: %s", path, error)
         return None
-    return verdict if verdict.subject == subject else None
 
 
 def remember(folder: Path, verdict: Verdict) -> None:
@@ -133,28 +129,13 @@ def remember(folder: Path, verdict: Verdict) -> None:
         return
     path = path_of(folder, verdict.subject)
     part = path.with_suffix(f".{os.getpid()}.part")
+    fields = {"subject": asdict(verdict.subject), "why_not": verdict.why_not}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(verdict.encode())
+        part.write_bytes(orjson.dumps(fields, option=orjson.OPT_INDENT_2) + b"\n")
         part.replace(path)
     except OSError as error:
         logger.warning("the verdict of the kernels' self-test is not kept: %s", error)
-
-
-def failures(folder: Path, gpu: str, versions: Mapping[str, str]) -> list[tuple[Path, Verdict]]:
-    """What failed on this kind of GPU with these versions and kernels, and where that stands."""
-    found = []
-    here = (gpu, dict(versions), code_digest())
-    for path in sorted(folder.glob("*.json")):
-        try:
-            verdict = Verdict.decode(path.read_bytes())
-        except (OSError, ValueError):
-            continue
-        subject = verdict.subject
-        tried = (subject.gpu, subject.versions, subject.kernels)
-        if verdict.why_not is not None and tried == here:
-            found.append((path, verdict))
-    return found
 
 
 def run_self_test(subject: Subject, device: str) -> Verdict:

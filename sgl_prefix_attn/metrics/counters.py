@@ -45,10 +45,12 @@ class KvSize:
     token_bytes: int
 
     @classmethod
-    def of(cls, layers, itemsize: int) -> KvSize:
-        """Add up the layers of this rank; itemsize: bytes of a KV cache element."""
+    def of(cls, layers, itemsize: int, latent: bool = False) -> KvSize:
+        """Add up the layers of this rank; itemsize: bytes of a KV cache element; latent: values are
+        a part of keys."""
         elements = sum(
-            x.tp_k_head_num * x.qk_head_dim + x.tp_v_head_num * x.v_head_dim for x in layers
+            x.tp_k_head_num * x.qk_head_dim + (0 if latent else x.tp_v_head_num * x.v_head_dim)
+            for x in layers
         )
         return cls(len(layers), elements * itemsize)
 
@@ -69,6 +71,11 @@ class StepCounters:
     mismatches: int = 0
     failed_dumps: int = 0
     _told: set = field(default_factory=set)
+
+    def fallback(self, name: str, reason: str) -> None:
+        """Name the backend that runs stock steps, and why it is this one."""
+        if self.exporter is not None:
+            self.exporter.fallback(name, reason)
 
     def step(self, decision: Decision, kv_tokens: KvTokens) -> None:
         self.steps[decision] += 1
@@ -105,7 +112,7 @@ class StepCounters:
         self.plans[cause] += 1
         self.last_plan = stats
         self._export("plans_total", 1, cause)
-        self._export("plan_packs_total", stats.num_packs)
+        self._export("plan_tiles_total", stats.num_tiles)
         self._export("plan_work_items_total", stats.num_items)
 
     def mismatch(self) -> None:
@@ -113,10 +120,10 @@ class StepCounters:
         self._export("check_mismatches_total", 1)
 
     def dump_failed(self, error: Exception) -> None:
-        """Count a decision that could not be written (SGL_PREFIX_ATTN_DUMP)."""
+        """Count a decision that could not be written (PREFIX_ATTN_DUMP)."""
         self.failed_dumps += 1
         self._export("dumps_failed_total", 1)
-        self.log_once("dump", logging.WARNING, "SGL_PREFIX_ATTN_DUMP cannot be written: %r", error)
+        self.log_once("dump", logging.WARNING, "PREFIX_ATTN_DUMP cannot be written: %r", error)
 
     def log_once(self, reason: str, level: int, message: str, *args, exc_info=None) -> None:
         """Log the first occurrence of a reason; the counters tell how often it came again."""

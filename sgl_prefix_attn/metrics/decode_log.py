@@ -24,27 +24,28 @@ class DecodeLog:
         self._before = [Counter[Any]() for _ in range(4)]
 
     def step(self, decision: Decision, counters: StepCounters) -> None:
-        """A step was counted."""
+        """Note that a step was counted."""
         self._steps += 1
         if self._steps % self._interval == 0:
             logger.info("%s", self._line(decision, counters))
 
     def _line(self, last: Decision, counters: StepCounters) -> str:
-        """Write the line; KV bytes: over all layers of this rank, times: of the last decision."""
+        """Write the line, and tell /metrics its share; KV bytes: over all layers of this rank,
+        times: of the last decision."""
         c = counters
         now = [Counter(total) for total in (c.steps, c.kv_tokens, c.plans, c.plan_seconds)]
         steps, kv_tokens, plans, seconds = (a - b for a, b in zip(now, self._before, strict=True))
         self._before = now
-        read, query_centric = (
-            kv_tokens[kind] * self._size.token_bytes / 1e9 for kind in ("read", "query_centric")
-        )
-        saved = query_centric - read
-        share = saved / query_centric if query_centric else 0.0  # no layers: no bytes
+        read, query_centric = kv_tokens["read"], kv_tokens["query_centric"]
+        saved, gb = query_centric - read, self._size.token_bytes / 1e9
+        share = saved / query_centric if query_centric else 0.0
+        if c.exporter is not None:
+            c.exporter.saved_share(share)
         parts = [
             f"Prefix attention, #step: {steps.total()}",
             *(f"{d.variant} ({d.reason}): {count}" for d, count in steps.most_common()),
-            f"KV read: {read:.3f} GB",
-            f"KV saved: {saved:.3f} GB ({share:.1%})",
+            f"KV read: {read * gb:.3f} GB",
+            f"KV saved: {saved * gb:.3f} GB ({share:.1%})",
         ]
         if (times := last.predicted) is not None:
             parts.append(
@@ -54,6 +55,6 @@ class DecodeLog:
         parts.append(f"#plan: {plans.total()}" + (f" ({causes})" if causes else ""))
         planning = seconds.total() - seconds[EXTENDED]
         parts.append(f"planning (ms): {1e3 * planning:.2f}")
-        if (stats := counters.last_plan) is not None:
-            parts.append(f"last plan: #pack: {stats.num_packs}, #work-item: {stats.num_items}")
+        if (stats := c.last_plan) is not None:
+            parts.append(f"last plan: {stats.num_tiles} tiles in {stats.num_items} work items")
         return ", ".join(parts)

@@ -6,11 +6,12 @@ when an exporter is built (in the backend's constructor), never with this module
 """
 
 import functools
+from collections.abc import Mapping
 
 from sgl_prefix_attn.metrics.counters import KvSize, KvTokens
 from sgl_prefix_attn.records import PREFIX, STOCK, Decision
 
-# Name (behind sglang:prefix_attn_), text, labels.
+# Name (behind sglang:prefix_attn_), text, labels besides those that say whose it is.
 _COUNTERS = (
     ("steps_total", "Decode steps by kernel variant and the reason for it.", "variant", "reason"),
     (
@@ -48,13 +49,13 @@ _COUNTERS = (
         "Host seconds of reading the tree, predicting and planning, by how that ended.",
         "outcome",
     ),
-    ("plan_packs_total", "Packs, or row tiles, of the plans made."),
+    ("plan_tiles_total", "Tiles of requests of the plans made."),
     ("plan_work_items_total", "Work items per KV head and layer of the plans made."),
     (
         "check_mismatches_total",
-        "Layers whose prefix and stock outputs differed (SGL_PREFIX_ATTN_CHECK=1).",
+        "Layers whose prefix and stock outputs differed (PREFIX_ATTN_CHECK=1).",
     ),
-    ("dumps_failed_total", "Decisions that could not be written (SGL_PREFIX_ATTN_DUMP)."),
+    ("dumps_failed_total", "Decisions that could not be written (PREFIX_ATTN_DUMP)."),
 )
 _INTERVALS = (
     "decode_interval_seconds",
@@ -62,46 +63,72 @@ _INTERVALS = (
     "with no other forward pass or change of variant in or just before it.",
     "variant",
 )
+_SAVED_SHARE = (
+    "kv_saved_share",
+    "Share of the KV bytes of a query-centric kernel that decode steps did not read, 0 to 1, over "
+    "the last --decode-log-interval of them.",
+)
+_FALLBACK = (
+    "fallback_info",
+    "Always 1: which of SGLang's backends runs stock decode steps, and why this one.",
+    "backend",
+    "reason",
+)
 
 
 @functools.cache
-def _metrics(registry) -> dict:
+def _metrics(registry, whose: tuple[str, ...]) -> dict:
     """Make the metrics of one registry, by name: all backends of a process share them."""
-    from prometheus_client import REGISTRY, Counter, Summary
+    from prometheus_client import REGISTRY, Counter, Gauge, Summary
 
+    latest = functools.partial(Gauge, multiprocess_mode="mostrecent")
     made = {}
-    for kind, rows in ((Counter, _COUNTERS), (Summary, (_INTERVALS,))):
+    kinds = ((Counter, _COUNTERS), (Summary, (_INTERVALS,)), (latest, (_SAVED_SHARE, _FALLBACK)))
+    for kind, rows in kinds:
         for name, text, *labels in rows:
             full_name = f"sglang:prefix_attn_{name}"
-            made[name] = kind(full_name, text, labels, registry=registry or REGISTRY)
+            made[name] = kind(full_name, text, (*whose, *labels), registry=registry or REGISTRY)
     return made
 
 
 class PrometheusExporter:
     """One backend's counters as prometheus metrics (an increment is about a microsecond).
 
-    registry None: prometheus_client's own, which is SGLang's.
+    registry  None: prometheus_client's own, which is SGLang's
+    labels    that say whose they are, as SGLang's own metrics do: model, ranks ...
     """
 
-    def __init__(self, size: KvSize, registry=None):
-        self._metrics = _metrics(registry)
+    def __init__(self, size: KvSize, registry=None, labels: Mapping[str, object] | None = None):
+        whose = labels or {}
+        self._whose = tuple(whose.values())
+        self._metrics = _metrics(registry, tuple(whose))
         self._size = size
         self._incs: dict = {}  # (name, labels) -> inc of that metric
         intervals = self._metrics["decode_interval_seconds"]
-        self._observe = {v: intervals.labels(v).observe for v in (PREFIX, STOCK)}
+        self._observe = {v: intervals.labels(*self._whose, v).observe for v in (PREFIX, STOCK)}
+        self.saved_share = self._child("kv_saved_share").set
         # These are there with 0 from the start, as those without a label.
         for variant in (PREFIX, STOCK):
             self.add("predicted_attention_seconds_total", 0, variant)
+        for name, _, *own in _COUNTERS:
+            if not own:
+                self.add(name, 0)
         self._add_kv(KvTokens(0, 0, 0))
+
+    def _child(self, name: str, *labels: str):
+        metric, values = self._metrics[name], (*self._whose, *labels)
+        return metric.labels(*values) if values else metric
 
     def add(self, name: str, amount: float, *labels: str) -> None:
         """Increment the counter of that name."""
         inc = self._incs.get((name, labels))
         if inc is None:
-            metric = self._metrics[name]
-            inc = (metric.labels(*labels) if labels else metric).inc
-            self._incs[name, labels] = inc
+            inc = self._incs[name, labels] = self._child(name, *labels).inc
         inc(amount)
+
+    def fallback(self, name: str, reason: str) -> None:
+        """Name the backend that runs stock steps."""
+        self._child("fallback_info", name, reason).set(1)
 
     def step(self, decision: Decision, kv_tokens: KvTokens) -> None:
         self.add("steps_total", 1, decision.variant, decision.reason)

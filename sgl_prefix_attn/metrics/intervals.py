@@ -37,5 +37,5 @@ class StepIntervals:
         self._variant = variant
 
     def interrupt(self) -> None:
-        """Something else than a usual decode step ran, or will run as this one."""
+        """Note that something else than a usual decode step ran, or will run as this one."""
         self._first = None

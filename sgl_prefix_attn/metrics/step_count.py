@@ -10,7 +10,7 @@ from sgl_prefix_attn.records import PREFIX, Decision, PlanStats
 
 
 class StepCount:
-    """Use per decode step: start(), after an evaluation evaluated(), then known() or unread()."""
+    """Use per decode step: start(), after an evaluation evaluated(), then step()."""
 
     def __init__(self, counters: StepCounters):
         self._counters = counters
@@ -24,28 +24,26 @@ class StepCount:
             exporter.interval(*interval)
 
     def interrupt(self) -> None:
-        """Something else than a usual decode step runs: the time around it is no step's time."""
+        """Note that something else than a usual decode step runs: the time around it is no step's
+        time."""
         self._intervals.interrupt()
 
     def evaluated(self, stats: PlanStats, variant: str) -> None:
-        """From now on the batch runs this plan, or stock kernels in spite of it."""
+        """Note that from now on the batch runs this plan, or stock kernels in spite of it."""
         total = stats.kv_tokens_query_centric
         read = stats.kv_tokens_read if variant == PREFIX else total
         self._first = KvTokens(read, total, stats.kv_tokens_unique)
         self._steps_since = 0
 
-    def known(self, decision: Decision, batch_size: int) -> None:
-        """Count a step of the batch that was evaluated: since then every request has grown by one
-        private token per step."""
-        read, total, unique = self._first
-        grown = batch_size * self._steps_since
+    def step(self, decision: Decision, seq_lens: np.ndarray, is_compared: bool) -> None:
+        """Count a step: of the batch that was evaluated, to which every step since then has added a
+        private token a request, or a stock step whose batch was not compared with it."""
+        grown = seq_lens.size * self._steps_since
         self._steps_since += 1
-        self._counters.step(decision, KvTokens(read + grown, total + grown, unique + grown))
-        self._intervals.ran(decision.variant)
-
-    def unread(self, decision: Decision, seq_lens: np.ndarray) -> None:
-        """Count a stock step whose batch was not compared with the one evaluated."""
-        self._steps_since += 1
-        total = sum(seq_lens.tolist())
-        self._counters.step(decision, KvTokens(total, total, 0))
+        if is_compared:
+            kv_tokens = KvTokens(*(tokens + grown for tokens in self._first))
+        else:
+            total = sum(seq_lens.tolist())
+            kv_tokens = KvTokens(total, total, 0)
+        self._counters.step(decision, kv_tokens)
         self._intervals.ran(decision.variant)

@@ -1,6 +1,5 @@
 """Chooses the reader of a prefix cache, by what the cache has and never by SGLang's version."""
 
-from sgl_prefix_attn.paths.chunk_reader import ChunkReader
 from sgl_prefix_attn.paths.radix_reader import RadixReader
 from sgl_prefix_attn.paths.tree_reader import TreeReader
 from sgl_prefix_attn.paths.unified_node_reader import UnifiedNodeReader
@@ -13,11 +12,17 @@ _READERS: dict[tuple[str, str], TreeReader] = {
     # HiCache until 0.5.18, later part of UnifiedRadixCache. It never moves the KV of a running
     # request, whose path is locked: docs/sglang-integration.md says what is known of that.
     ("sglang.srt.mem_cache.hiradix_cache", "HiRadixCache"): RadixReader(),
-    ("sglang.srt.mem_cache.chunk_cache", "ChunkCache"): ChunkReader(),
+    # The radix cache is off: its requests have no node, and nothing counts remaps.
+    ("sglang.srt.mem_cache.chunk_cache", "ChunkCache"): RadixReader(),
 }
 # Around one of these two until 0.5.21; UnifiedRadixCache has sessions of its own.
 _SESSIONS = ("sglang.srt.session.streaming_session", "StreamingSession")
 _UNIFIED = ("sglang.srt.mem_cache.unified_radix_cache", "UnifiedRadixCache")
+# SGLang's ComponentType: what a node keeps beside the slots of full attention (0), which mean the
+# same in each of these trees. Slots of windows (1) and states of linear attention (2) only say
+# where a match may end.
+_FULL_ALONE = {0}
+_COMPONENTS = (_FULL_ALONE, {0, 1}, {0, 2})
 _BY_PATH, _BY_NODE = UnifiedPathReader(), UnifiedNodeReader()
 
 
@@ -38,9 +43,10 @@ def _reader_or_problem(cache) -> tuple[TreeReader | None, str]:
         return _reader_or_problem(cache.inner)
     if name != _UNIFIED:
         return _READERS.get(name), name[1]
-    # Sliding windows and state-space models keep slots of their own in the tree.
-    if cache.tree_components != (0,):  # full attention alone
+    if set(cache.tree_components) not in _COMPONENTS:
         return None, "components"
+    if _FULL_ALONE != set(cache.tree_components) and cache.cache_controller is not None:
+        return None, "hicache_components"  # not tried
     # HiCache whose host memory is no cache, only the way to and from a store: not tried.
     if getattr(cache, "buffer_pipeline", None) is not None:
         return None, "hicache_buffer_only"

@@ -95,7 +95,7 @@ class TreeReader(Protocol):
 
 
 def check_paths(paths: PathTable, batch: RunningBatch, reader: TreeReader) -> None:
-    """Verify a PathTable against the cache and the slots (SGL_PREFIX_ATTN_CHECK=1).
+    """Verify a PathTable against the cache and the slots (PREFIX_ATTN_CHECK=1).
 
     For each request: its path holds the protected tokens, fewer than its seq_len, and its row of
     req_to_token has the nodes' slots. Synchronises with the device.

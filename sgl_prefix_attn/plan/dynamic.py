@@ -22,7 +22,7 @@ def optimal_packing(forest: Forest, costs: CostModel) -> Packing:
         *_solve(
             forest.parent, forest.start, forest.end, forest.num_queries,
             forest.tail_parent, forest.tail_start, forest.seq_lens,
-            costs.kv_token, costs.mma_row, costs.partial, costs.pack, costs.group_size,
+            costs.kv_token, costs.mma_row, costs.partial, costs.item, costs.group_size,
             costs.row_step,
         )
     )  # fmt: skip
@@ -30,7 +30,7 @@ def optimal_packing(forest: Forest, costs: CostModel) -> Packing:
 
 @cached_njit
 def _pack_cost(kv_len, queries, kv_token, mma_row, fixed, group_size, row_step):
-    """Cost one pack without its partial results."""
+    """Cost one pack without its partial results; fixed: CostModel.item."""
     if queries == 0:
         return 0.0
     rows = -(-(queries * group_size) // row_step) * row_step

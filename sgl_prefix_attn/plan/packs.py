@@ -37,18 +37,18 @@ def _make(
             queries_left[tail_parent[row]] -= 1
 
     pack_of = np.full(num_nodes, -1, np.int32)
-    num_packs = 0
+    num_tiles = 0
     for i in range(num_nodes):
         if queries_left[i] > 0:
-            pack_of[i] = num_packs
-            num_packs += 1
-    first_tail = num_packs
-    num_packs += batch
+            pack_of[i] = num_tiles
+            num_tiles += 1
+    first_tail = num_tiles
+    num_tiles += batch
 
-    kv_start = np.empty(num_packs, np.int32)
-    kv_end = np.empty(num_packs, np.int32)
-    tail = np.full(num_packs, -1, np.int32)
-    offset = np.zeros(num_packs + 1, np.int32)
+    kv_start = np.empty(num_tiles, np.int32)
+    kv_end = np.empty(num_tiles, np.int32)
+    tail = np.full(num_tiles, -1, np.int32)
+    offset = np.zeros(num_tiles + 1, np.int32)
     for i in range(num_nodes):
         if pack_of[i] >= 0:
             kv_start[pack_of[i]] = begin[i]
@@ -60,7 +60,7 @@ def _make(
         kv_end[pack] = seq_lens[row]
         tail[pack] = row
         offset[pack + 1] = 1
-    for pack in range(num_packs):
+    for pack in range(num_tiles):
         offset[pack + 1] += offset[pack]
 
     fill = offset[:-1].copy()

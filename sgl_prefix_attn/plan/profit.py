@@ -9,9 +9,9 @@ import numpy as np
 from sgl_prefix_attn.jit import cached_njit
 from sgl_prefix_attn.plan.costs import CostModel
 from sgl_prefix_attn.plan.dynamic import optimal_packing
-from sgl_prefix_attn.records import Forest, Packing
+from sgl_prefix_attn.records import CALIBRATED, Forest, Packing
 
-STRATEGIES = ("query", "naive", "compute", "pat", "calibrated")
+STRATEGIES = ("query", "naive", "compute", "pat", CALIBRATED)
 
 # FastTree's released defaults (its cost model as published with the artifact): weights of padded
 # query rows, padded KV and reduction, and its two tiles (queries, KV tokens).
@@ -40,7 +40,7 @@ def choose_packing(forest: Forest, strategy: str, costs: CostModel) -> Packing:
             forest.tail_start, forest.seq_lens, costs.group_size,
         )  # fmt: skip
         return Packing(node, tail)
-    assert strategy == "calibrated", strategy
+    assert strategy == CALIBRATED, strategy
     return optimal_packing(forest, costs)
 
 

@@ -1,196 +1,223 @@
-"""Packs -> tiles (PAT §5.2, tile selector)."""
+"""Forest -> tiles of requests: consecutive queries that one work item attends for, and their KV.
+
+Queries stand in the order of the tree's leaves (leaves.py), so that those below a node are a
+range of them. A tile is a range of up to tile_rows / group_size queries with all the KV that they
+need: KV that all of them see is read in whole, unmasked blocks; what is left over, nodes of some of
+its queries and private tails are packed without gaps into masked blocks.
+
+Of several tokens of one request each sees one column more than the one before: in a tile, what the
+first of them sees is one run of KV, and each token behind it a run of its own.
+"""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
-from sgl_prefix_attn.kernels import layout
-from sgl_prefix_attn.plan.costs import CostModel
-from sgl_prefix_attn.records import Packs
+from sgl_prefix_attn.jit import cached_njit
+from sgl_prefix_attn.kernels import words as W
+from sgl_prefix_attn.plan.leaves import LeafOrder
+from sgl_prefix_attn.records import Forest, PlanStats
+
+# Columns of Tiles.run.
+R_REQUEST, R_START, R_LEN, R_FIRST, R_END = range(5)
+# Columns of Tiles.blocks.
+B_UNMASKED, B_MASKED, B_BOTH, B_SIDE0, B_SIDE1 = range(5)
 
 
 @dataclass(frozen=True)
-class TileConfig:
-    """One compiled forward kernel: rows x KV tokens of a tile, and how the compiler builds it.
+class Tiles:
+    """Tiles of a step, T of them, with R runs of KV in all.
 
-    requests     0: the shared kernel, all rows over the same KV; otherwise the tails kernel with
-                 up to that many requests side by side in a tile (a power of two)
-    max_regs     registers a thread may have, None: as the compiler likes; fewer let more CTAs fit
-    fill         CTAs on every SM with which this tile reaches its full rate (measured)
+    edge    int32 [T+1]  tile t holds the places [edge[t], edge[t+1]) of a LeafOrder
+    offset  int32 [T+1]  CSR offsets into run
+    run     int32 [R,5]  request on whose row the KV stands, first KV position, tokens, and the
+                         queries [first, end) of the tile that see them
+    blocks  int32 [T,5]  unmasked and masked blocks; masked columns for rows of both halves of the
+                         tile, of its first half only, of its second half only
     """
 
-    block_m: int
-    block_n: int
-    num_warps: int = 4
-    num_stages: int = 3
-    requests: int = 0
-    max_regs: int | None = None
-    fill: float = 2.0
+    edge: np.ndarray
+    offset: np.ndarray
+    run: np.ndarray
+    blocks: np.ndarray
+
+    def followed_by(self, others: Tiles) -> Tiles:
+        """Return these tiles and then others, whose places count on."""
+        return Tiles(
+            np.concatenate((self.edge, others.edge[1:] + self.edge[-1])),
+            np.concatenate((self.offset, others.offset[1:] + self.offset[-1])),
+            np.concatenate((self.run, others.run)),
+            np.concatenate((self.blocks, others.blocks)),
+        )
+
+
+NO_TILES = Tiles(
+    np.zeros(1, np.int32), np.zeros(1, np.int32), np.zeros((0, 5), np.int32),
+    np.zeros((0, 5), np.int32),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
-class TileSet:
-    """The tiles a planner may pick from, and how it splits long KV.
+class Cut:
+    """One way to cut a step: the order of its queries, tiles, parts int [T] of each tile, costs
+    float [T] of each tile's blocks (cut_time.part_costs), and the predicted microseconds.
 
-    shared       for KV that several queries share, in ascending block_m
-    tail         for one request's tail
-    packed_tail  for several short tails at once, or None
-    packed_len   longest tail, in KV tokens, that is packed with others
-    packed_tickets  tickets that packed tails must still leave, else packing starves the GPU
-    num_sms      multiprocessors, over which splits spread a long KV stretch
-    min_split    KV tokens below which splitting does not pay
-    longest      shares of the step's ideal time that one work item may take before it is split,
-                 of which splits.py takes the best
-
-    The queues of a plan are numbered as `tiles`.
+    The first split_off tiles hold nodes that are split off (split_nodes.py): their queries stand in
+    `leaves` again, in the tiles behind, which hold all other KV and grow.
     """
 
-    shared: tuple[TileConfig, ...]
-    tail: TileConfig
-    num_sms: int
-    packed_tail: TileConfig | None = None
-    packed_len: int = 128
-    min_split: int = 128
-    packed_tickets: int = 256
-    longest: tuple[float, ...] = (0.75, 0.55, 0.4)
-
-    def __post_init__(self):
-        if len(self.tiles) > layout.MAX_TILES:
-            raise ValueError(f"shared must hold at most {layout.MAX_TILES - 2} tiles")
-
-    def check_group(self, group_size: int) -> None:
-        """Raise ValueError, naming the tile, unless the tails' tiles and the largest shared one
-        hold a group's query heads."""
-        for tile in (*self.tiles[: self.first_shared], self.shared[-1]):
-            requests = max(1, tile.requests)
-            if tile.block_m < requests * group_size or tile.block_n % requests:
-                raise ValueError(
-                    f"{tile} cannot hold {requests} request(s) of {group_size} query heads each"
-                )
-
-    def packs_tails(self, num_short: int, num_kv_heads: int) -> bool:
-        """Tell whether so many short tails are packed: the fewer, the less packing pays."""
-        if self.packed_tail is None:
-            return False
-        tickets = num_short // self.packed_tail.requests * num_kv_heads
-        return tickets >= self.packed_tickets
-
-    def usable(self, batch_size: int, num_kv_heads: int) -> list[int]:
-        """List the tiles a plan of at most batch_size requests may use, as indices into `tiles`."""
-        unused = None if self.packs_tails(batch_size, num_kv_heads) else self.packed_tail
-        return [i for i, tile in enumerate(self.tiles) if tile is not unused]
+    leaves: LeafOrder
+    tiles: Tiles
+    parts: np.ndarray
+    costs: np.ndarray
+    us: float
+    split_off: int = 0
 
     @property
-    def tiles(self) -> tuple[TileConfig, ...]:
-        packed = (self.packed_tail,) if self.packed_tail else ()
-        return (self.tail, *packed, *self.shared)
+    def most_queries(self) -> int:
+        return int(np.diff(self.tiles.edge).max(initial=0))
 
     @property
-    def first_shared(self) -> int:
-        """Index into `tiles` from which they are shared ones."""
-        return len(self.tiles) - len(self.shared)
+    def num_blocks(self) -> int:
+        """Count the blocks of KV that all tiles read, growth aside."""
+        return int(self.tiles.blocks[:, : B_MASKED + 1].sum())
 
-    @cached_property
-    def block_m(self) -> np.ndarray:
-        """Rows of each tile: int [tiles]."""
-        return np.array([tile.block_m for tile in self.tiles])
-
-    @cached_property
-    def block_n(self) -> np.ndarray:
-        """KV tokens of each tile: int [tiles]."""
-        return np.array([tile.block_n for tile in self.tiles])
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """Jobs: one pack, or several short tails, that run as one tile.
-
-    pack_order        int32 [P]    packs, those of a job together
-    job_offset        int32 [J+1]  CSR offsets into pack_order
-    tile              int32 [J]    index into TileSet.tiles
-    row_tiles         int32 [J]    tiles that the job's queries are spread over ...
-    queries_per_tile  int32 [J]    ... and how many go into each
-    tokens            int32 [J]    KV tokens of the job, those of all its packs
-    most_splits       int32 [J]    KV splits that the job allows
-    step_share        float [J]    one CTA's time for the job and one KV head, relative to that of
-                                   the step, were it spread evenly over all CTAs
-    """
-
-    pack_order: np.ndarray
-    job_offset: np.ndarray
-    tile: np.ndarray
-    row_tiles: np.ndarray
-    queries_per_tile: np.ndarray
-    tokens: np.ndarray
-    most_splits: np.ndarray
-    step_share: np.ndarray
+    def stats(self, forest: Forest) -> PlanStats:
+        """What one layer reads: a tile loads each token of its runs once, however it is split."""
+        items, partials, read = _count(
+            self.leaves.query, self.tiles.edge, self.tiles.run, self.parts
+        )
+        return PlanStats(
+            num_nodes=forest.parent.size,
+            num_tiles=self.parts.size,
+            num_items=items,
+            num_partials=partials,
+            kv_tokens_read=read,
+            kv_tokens_query_centric=int(forest.seq_lens.sum()),
+            kv_tokens_unique=forest.unique_tokens,
+        )
 
 
-def tile_packs(packs: Packs, tile_set: TileSet, costs: CostModel) -> Tiling:
-    """Pick a tile for every pack.
-
-    Shared packs round up: the smallest block_m that holds the pack's queries * group_size rows, and
-    the largest one, several times, for more. Short tails of like length share a tile, where enough
-    of them remain to fill the GPU. What launching and merging cost anyway counts as time of the
-    step: where that is most of it, splits would only add partial results.
-    """
-    queries = np.diff(packs.query_offset)
-    kv_len = packs.kv_end - packs.kv_start
-    shared = np.flatnonzero(packs.tail < 0)
-    tails = np.flatnonzero(packs.tail >= 0)
-    packed = tile_set.packed_tail
-    short = np.empty(0, tails.dtype)
-    is_short = kv_len[tails] <= tile_set.packed_len
-    if tile_set.packs_tails(int(np.count_nonzero(is_short)), costs.num_kv_heads):
-        tails, short = tails[~is_short], tails[is_short]
-        short = short[np.argsort(-kv_len[short], kind="stable")]
-    order = np.concatenate([shared, tails, short])
-    singles = shared.size + tails.size
-    step = packed.requests if packed else 1
-    offset = np.concatenate(
-        [np.arange(singles), np.arange(singles, order.size, step), [order.size]]
-    )
-    job_len = np.maximum.reduceat(kv_len[order], offset[:-1])
-    shortest = np.minimum.reduceat(kv_len[order], offset[:-1])
-    job_tokens = np.add.reduceat(kv_len[order], offset[:-1])
-    job_queries = np.add.reduceat(queries[order], offset[:-1])
-
-    first_shared = tile_set.first_shared
-    tile = np.full(job_len.size, 1, np.int64)  # packed tails, unless overwritten
-    tile[shared.size : singles] = 0
-    row_tiles = np.ones(job_len.size, np.int64)
-    per_tile = job_queries.copy()
-    if shared.size:
-        rows = tile_set.block_m[first_shared:]
-        chosen = _select_shared(job_queries[: shared.size], rows, costs.group_size)
-        tile[: shared.size] = chosen[0] + first_shared
-        row_tiles[: shared.size], per_tile[: shared.size] = chosen[1:]
-
-    ctas = tile_set.num_sms * np.array([t.fill for t in tile_set.tiles])[tile]
-    # of the whole GPU, all heads
-    per_token = np.maximum(costs.kv_token, tile_set.block_m[tile] * costs.mma_row)
-    # one CTA's time for a job's whole KV and one head
-    job_time = job_tokens * per_token / costs.num_kv_heads * ctas
-    step = (row_tiles * costs.num_kv_heads * (job_time + costs.item) / ctas).sum()
-    most_splits = np.minimum(-(-job_len // tile_set.min_split), -(-shortest // layout.SPLIT_UNIT))
-    return Tiling(
-        pack_order=order.astype(np.int32),
-        job_offset=offset.astype(np.int32),
-        tile=tile.astype(np.int32),
-        row_tiles=row_tiles.astype(np.int32),
-        queries_per_tile=per_tile.astype(np.int32),
-        tokens=job_tokens.astype(np.int32),
-        most_splits=most_splits.astype(np.int32),
-        step_share=job_time / (step + costs.launch),
-    )
+@cached_njit
+def parts_of_queries(query, edge, parts):
+    """int [Q]: items that each row of q is in; query int [...] of the tiles' places."""
+    count = np.zeros(query.max() + 1 if query.size else 0, np.int64)
+    for t in range(parts.size):
+        for place in range(edge[t], edge[t + 1]):
+            count[query[place]] += parts[t]
+    return count
 
 
-def _select_shared(queries, block_m: np.ndarray, group: int):
-    """Return (index into block_m, row tiles, queries per tile) of each shared pack."""
-    most = block_m[-1] // group
-    row_tiles = -(-queries // most)
-    per_tile = -(-queries // row_tiles)
-    row_tiles = -(-queries // per_tile)
-    tile = np.searchsorted(block_m, per_tile * group)  # the smallest block_m with enough rows
-    return tile, row_tiles, per_tile
+@cached_njit
+def _count(query, edge, run, parts):
+    """Parts of all tiles, partial results of queries, and KV tokens read."""
+    partials, read = 0, 0
+    for count in parts_of_queries(query, edge, parts):
+        if count > 1:
+            partials += count
+    for r in range(len(run)):
+        read += run[r, R_LEN]
+    return parts.sum(), partials, read
+
+
+def make_tiles(forest: Forest, leaves: LeafOrder, edge: np.ndarray, group_size: int) -> Tiles:
+    """Lay out runs and blocks of the tiles between the edges."""
+    return Tiles(
+        edge,
+        *lay_out(
+            forest.parent, forest.start, forest.end, forest.tail_parent, forest.tail_start,
+            forest.seq_lens, leaves.request, leaves.after, leaves.first, leaves.last, edge,
+            group_size,
+        ),
+    )  # fmt: skip
+
+
+@cached_njit
+def lay_out(
+    parent, start, end, tail_parent, tail_start, seq_lens, request, after, first, last, edge, group
+):
+    """Do the work of make_tiles, for compiled callers: offset, run, blocks."""
+    num_tiles, num_nodes = edge.size - 1, parent.size
+    offset = np.zeros(num_tiles + 1, np.int32)
+    run = np.empty((request.size + num_nodes + num_tiles, 5), np.int32)
+    blocks = np.zeros((num_tiles, 5), np.int32)
+    chain = np.empty(num_nodes, np.int32)
+    seen = np.full(num_nodes, -1, np.int32)
+    size = 0
+    for t in range(num_tiles):
+        low, high = edge[t], edge[t + 1]
+        for place in range(low, high):
+            row = request[place]
+            another = place > low and request[place - 1] == row
+            depth = 0
+            node = -1 if another else tail_parent[row]
+            while node >= 0 and seen[node] != t:
+                seen[node] = t
+                chain[depth] = node
+                depth += 1
+                node = parent[node]
+            while size + depth + 1 > run.shape[0]:
+                bigger = np.empty((2 * run.shape[0], 5), np.int32)
+                bigger[:size] = run[:size]
+                run = bigger
+            for i in range(depth - 1, -1, -1):
+                node = chain[i]
+                size = _add_run(
+                    run, offset[t], size, row, start[node], end[node],
+                    max(first[node], low) - low, min(last[node], high) - low,
+                )  # fmt: skip
+            sees = seq_lens[row] - after[place]
+            size = _add_run(
+                run, offset[t], size, row, sees - 1 if another else tail_start[row], sees,
+                place - low, min(place + after[place] + 1, high) - low,
+            )  # fmt: skip
+        offset[t + 1] = size
+        count_blocks(run, offset[t], size, high - low, group, blocks[t])
+    return offset, run[:size].copy(), blocks
+
+
+@cached_njit
+def _add_run(run, begin, size, request, start, end, first, last):
+    """Add KV [start, end) of a request for queries [first, last) to the runs [begin, size) of its
+    tile: to the last one where it goes on there, for the same queries."""
+    if end == start:  # a node that is split off
+        return size
+    at = size - 1
+    if (
+        at >= begin
+        and run[at, R_REQUEST] == request
+        and run[at, R_START] + run[at, R_LEN] == start
+        and run[at, R_FIRST] == first
+        and run[at, R_END] == last
+    ):
+        run[at, R_LEN] += end - start
+        return size
+    run[size, R_REQUEST] = request
+    run[size, R_START] = start
+    run[size, R_LEN] = end - start
+    run[size, R_FIRST] = first
+    run[size, R_END] = last
+    return size + 1
+
+
+@cached_njit
+def count_blocks(run, begin, end, queries, group, blocks):
+    """Fill one row of Tiles.blocks from the runs [begin, end) of a tile of `queries`."""
+    for r in range(begin, end):
+        rest = run[r, R_LEN]
+        if run[r, R_FIRST] == 0 and run[r, R_END] == queries:
+            blocks[B_UNMASKED] += rest // W.BLOCK
+            rest %= W.BLOCK
+        blocks[B_BOTH + side_of(run[r, R_FIRST], run[r, R_END], queries, group)] += rest
+    blocks[B_MASKED] = -(-(blocks[B_BOTH] + blocks[B_SIDE0] + blocks[B_SIDE1]) // W.BLOCK)
+
+
+@cached_njit
+def side_of(first, end, queries, group):
+    """Tell which half of a tile's rows the queries [first, end) are in: 0 both, 1 the first, 2 the
+    second. A tile that one warpgroup runs has no halves."""
+    if queries * group <= W.HALF_ROWS or (first * group < W.HALF_ROWS < end * group):
+        return 0
+    return 1 if end * group <= W.HALF_ROWS else 2

@@ -38,24 +38,35 @@ def register() -> None:
 def create(runner):
     """Build the attention backend of a ModelRunner.
 
-    A draft model's runner gets the stock backend. Raises RuntimeError for an unsupported SGLang
-    or missing hooks, ValueError for an unsupported model or an environment value that is bad or
-    not the same on all tensor-parallel ranks.
+    A draft model's runner gets the fallback alone, and a model that no plan can serve, or whose
+    kernels failed at start, what SGLang would have chosen for it. Raises RuntimeError for an
+    unsupported SGLang or missing hooks, ValueError for an unsupported model or an environment value
+    that is bad or not the same on all tensor-parallel ranks.
     """
     sglang = versions.installed()
-    from sgl_prefix_attn.engine import sglang_config
-    from sgl_prefix_attn.engine.backend import PrefixAttnBackend, create_stock
+    from sgl_prefix_attn.engine import determinism, fallback, sglang_config
+    from sgl_prefix_attn.engine.backend import PrefixAttnBackend
+    from sgl_prefix_attn.engine.build import NoKernels
     from sgl_prefix_attn.engine.ranks import cpu_group, raise_unless_alike
     from sgl_prefix_attn.engine.start_checks import raise_if_unsupported
+    from sgl_prefix_attn.engine.stock_alone import serve_alone, why_stock_alone
     from sgl_prefix_attn.plugin.hooks import verify_applied
 
     settings = Settings.from_env()
     raise_if_unsupported(runner.model_config)
     if runner.is_draft_worker:
-        return create_stock(runner)
+        return fallback.create_stock(runner, fallback.of(runner, settings).name)
     raise_unless_alike(settings, cpu_group())
     verify_applied(sglang)
-    backend = PrefixAttnBackend(runner, settings)
+    reason = why_stock_alone(runner, settings)
+    if reason is None:
+        try:
+            backend = PrefixAttnBackend(runner, settings)
+        except NoKernels as none:
+            reason = str(none)
+    if reason is not None:
+        determinism.raise_if_stock_alone(runner.server_args, reason)
+        return serve_alone(runner, settings, reason)
     if sglang_config.parallel().tp_rank == 0:
         if not sglang.tried:
             logger.warning(
@@ -68,11 +79,11 @@ def create(runner):
             )
         prefill, _ = sglang_config.attention_backends(runner.server_args)
         logger.info(
-            "--attention-backend %s: sgl-prefix-attn %s with %s, stock decode of %s, prefill of %s",
+            "--attention-backend %s: sgl-prefix-attn %s with %s, stock decode by %s, prefill by %s",
             BACKEND_NAME,
             __version__,
             settings.describe(),
-            type(backend.stock).__name__,
+            backend.fallback,
             prefill,
         )
     return backend

@@ -27,7 +27,7 @@ def register_all(release: Release) -> None:
     """Hand every hook of a release to SGLang's HookRegistry."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sgl_prefix_attn.cpu import platform
+    from sgl_prefix_attn.engine.cpu import platform
 
     cpu_hooks = release.cpu_hooks if platform.is_active() else ()
     for patch in map(load, (*release.hooks, *cpu_hooks)):

@@ -13,12 +13,12 @@ _EVERYWHERE = (
     "graph_capture",
     "graph_key",
     "graph_gate",
-    "ngram_drafts",
     "draft_backend",
     "draft_capture",
     "draft_graph_key",
     "draft_graph_gate",
     "round_lengths",
+    "latent_backend_names",
 )
 
 
@@ -27,31 +27,40 @@ class Release:
     """One SGLang release.
 
     hooks      modules of sgl_prefix_attn.patches that `--attention-backend prefix` relies on
-    readers    modules of sgl_prefix_attn.paths that read this release's prefix caches
     cpu_hooks  modules of sgl_prefix_attn.patches that our CPU platform needs besides
     python     the oldest Python that it runs on
     """
 
     version: str
     hooks: tuple[str, ...]
-    readers: tuple[str, ...]
-    cpu_hooks: tuple[str, ...] = ("cpu_no_triton", "cpu_last_loc", "cpu_forked_processes")
+    cpu_hooks: tuple[str, ...] = (
+        "cpu_no_triton",
+        "cpu_last_loc",
+        "cpu_forked_processes",
+        "cpu_absorbed_prefill",
+    )
     python: tuple[int, int] = (3, 10)
 
 
 def _two_trees(version: str) -> Release:
-    hooks = (*_EVERYWHERE, "keep_prefill_post_init", "remaps", "unified_remaps")
-    return Release(version, hooks, ("radix_reader", "chunk_reader", "unified_node_reader"))
+    hooks = (
+        *_EVERYWHERE,
+        "keep_prefill_post_init",
+        "model_arguments_method",
+        "remaps",
+        "unified_remaps",
+    )
+    return Release(version, hooks)
 
 
 def _unified_by_node(version: str) -> Release:
-    hooks = (*_EVERYWHERE, "keep_prefill", "unified_remaps")
-    return Release(version, hooks, ("chunk_reader", "unified_node_reader"))
+    hooks = (*_EVERYWHERE, "keep_prefill", "model_arguments", "unified_remaps")
+    return Release(version, hooks)
 
 
 def _unified_by_path(version: str) -> Release:
-    hooks = (*_EVERYWHERE, "keep_prefill", "checkpoint_remaps")
-    return Release(version, hooks, ("unified_path_reader", "unified_node_reader"), python=(3, 11))
+    hooks = (*_EVERYWHERE, "keep_prefill", "model_arguments", "checkpoint_remaps")
+    return Release(version, hooks, python=(3, 11))
 
 
 RELEASES = (
@@ -79,7 +88,7 @@ INSTALL = install_command(sys.version_info[:2])
 
 
 class Installed(NamedTuple):
-    """release: whose hooks and readers are used. tried: whether this very version is in the table;
+    """release: whose hooks are used. tried: whether this very version is in the table;
     another one is served where all that the hooks rely on is there."""
 
     version: str

@@ -1,57 +1,121 @@
 """The best calibration for a key that the shipped files allow, and how sure it is.
 
-Rates and coefficients are fitted together, so they come from one file: of the same decode kernel of
-FlashInfer before another, then of the same GPU before another.
+The fallback's bandwidth and coefficients are fitted together, so they come from one file of it: of
+the same decode kernel before another, then of the same GPU before another. Rates of our kernels
+hold for many heads, whatever was measured beside them: they come from a file of the same GPU and
+family.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from sgl_prefix_attn.plan.costs import usual_rates
-from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS, starts
-from sgl_prefix_attn.predict.record import Calibration, CalibrationKey
-from sgl_prefix_attn.predict.stock_time import STOCK_COEFFICIENTS, stock_kernel
-from sgl_prefix_attn.records import HeadConfig
+from sgl_prefix_attn.predict.bandwidths import usual_bandwidth
+from sgl_prefix_attn.predict.record import Calibration, CalibrationKey, Source, rates_of
+from sgl_prefix_attn.predict.stock_time import stock_kernel, stock_start
+from sgl_prefix_attn.records import FLASHINFER, HeadConfig
+
+# From the surest to the least sure, as step/policy.GAINS has them.
+_SOURCES: tuple[Source, ...] = ("judged", "measured", "shipped", "scaled", "conservative")
+_H100 = "NVIDIA H100 80GB HBM3"  # on which those of rates_of are fitted
+_FITTED_BYTES = 2  # of an element of the KV that they are fitted to
+# Up to this head dim a block's softmax does not wait for its scores, so that rates are others.
+_NARROW = 128
 
 
 def from_shipped(
     shipped: dict[Path, Calibration], key: CalibrationKey, num_sms: int
 ) -> tuple[Calibration, str]:
-    """Return the best calibration that the shipped files allow, and a message that names it."""
+    """Return the best calibration that the shipped files allow, and a message that names it.
+
+    It is as sure as the less sure of the fallback's coefficients and our kernels' rates.
+    """
     usable = {path: found for path, found in shipped.items() if found.key.kernels == key.kernels}
+    found, what = _stock(usable, key, num_sms)
+    rates, source = _rates(usable.values(), key, num_sms, found.bandwidth)
+    if _SOURCES.index(source) > _SOURCES.index(found.source):
+        found = replace(found, source=source)
+        what += f", {key.family} kernels by rates of an H100"
+    return replace(found, rates=rates), f"{found.source}: {what}"
+
+
+def _stock(
+    usable: dict[Path, Calibration], key: CalibrationKey, num_sms: int
+) -> tuple[Calibration, str]:
+    """Return the best bandwidth and coefficients, how sure they are, and which file they are of."""
+    usable = {path: found for path, found in usable.items() if found.key.fallback == key.fallback}
     here = [
         path
         for path, found in usable.items()
         if found.key.gpu == key.gpu and found.num_sms == num_sms
     ]
     if not here:
-        of_h100 = {path: found for path, found in usable.items() if "H100" in found.key.gpu}
-        like = _nearest(of_h100, key)
-        what = f"conservative: nothing is measured on {key.gpu}"
+        like = _nearest({p: found for p, found in usable.items() if "H100" in found.key.gpu}, key)
+        beside = "" if key.fallback == FLASHINFER else f" of {key.fallback}"
+        what = f"nothing{beside} is measured on {key.gpu}"
         return _conservative(key, num_sms, usable[like] if like else None), what
     path = _nearest(usable, key)
     assert path is not None
     found, there = usable[path], usable[path].key
     what = f"{path.name} ({found.origin})"
-    if path in here and replace(there, page_size=key.page_size) == key:
+    own: Source = found.source if found.source != "measured" else "shipped"
+    if path in here and replace(there, page_size=key.page_size, family=key.family) == key:
         pages = f", for pages of {there.page_size}" if there.page_size != key.page_size else ""
-        return replace(found, key=key, source="shipped"), f"shipped: {what}{pages}"
+        return replace(found, key=key, source=own), f"{what}{pages}"
     heads = there.heads
-    what += f", for {heads.num_qo_heads}/{heads.num_kv_heads} heads of {heads.head_dim}"
+    what += f", for {heads}"
     found = replace(found, key=key, num_sms=num_sms, samples=0, errors={})
     if path not in here:
         what += f" on {there.gpu}"
-        ratio = usual_rates(key.gpu).bandwidth / usual_rates(there.gpu).bandwidth
-        rates = replace(found.rates, bandwidth=found.rates.bandwidth * ratio)
-        found = replace(found, rates=rates)
-    if not _alike(heads, key.heads):
-        return replace(found, source="conservative"), f"conservative: {what}"
+        ratio = usual_bandwidth(key.gpu) / usual_bandwidth(there.gpu)
+        found = replace(found, bandwidth=found.bandwidth * ratio)
+    if not _alike(heads, key.heads, key.fallback):
+        return replace(found, source="conservative"), what
     if path in here and there.dtype == key.dtype:
-        return replace(found, source="shipped"), f"shipped: {what}"
-    return replace(found, source="scaled"), f"scaled: {what}"
+        return replace(found, source=own), what
+    return replace(found, source="scaled"), what
+
+
+def _rates(
+    usable: Iterable[Calibration], key: CalibrationKey, num_sms: int, bandwidth: float
+) -> tuple[dict[str, float], Source]:
+    """Return the rates fitted to the family's kernels on this GPU and how sure they are; without
+    any an H100's, with this GPU's own `bandwidth` in bytes/us."""
+    fitted = [
+        found
+        for found in usable
+        if found.key.family == key.family and _rates_alike(found.key.heads, key.heads)
+    ]
+    here = [found for found in fitted if (found.key.gpu, found.num_sms) == (key.gpu, num_sms)]
+    if here:
+        best = min(here, key=lambda found: _distance(found.key, key))
+        if best.key.kv_bytes != key.kv_bytes:
+            return _for_kv_of(best.rates, best.key.kv_bytes, key), "scaled"
+        return best.rates, best.source
+    rates = _for_kv_of(dict(vars(rates_of(key.family, key.heads)())), _FITTED_BYTES, key)
+    for found in fitted:
+        if found.key.gpu == _H100:
+            rates = _for_kv_of(found.rates, found.key.kv_bytes, key)
+    if key.gpu == _H100:
+        return rates, "scaled"
+    return rates | {"hbm": rates["hbm"] * bandwidth / usual_bandwidth(_H100)}, "conservative"
+
+
+def _rates_alike(one: HeadConfig, other: HeadConfig) -> bool:
+    """Say whether a family's kernels reach the same rates for both."""
+    if one.latent_dim or other.latent_dim:
+        return (one.head_dim, one.latent_dim) == (other.head_dim, other.latent_dim)
+    return (one.head_dim <= _NARROW) == (other.head_dim <= _NARROW)
+
+
+def _for_kv_of(rates: dict[str, float], kv_bytes: int, key: CalibrationKey) -> dict[str, float]:
+    """Turn rates that were fitted to elements of kv_bytes into those of the key's KV: they count
+    every element as two bytes (KernelRates), of which memory then gives so many more or fewer."""
+    ratio = kv_bytes / key.kv_bytes
+    return rates | {name: rates[name] * ratio for name in ("hbm", "l2")}
 
 
 def _nearest(shipped: dict[Path, Calibration], key: CalibrationKey) -> Path | None:
@@ -59,13 +123,14 @@ def _nearest(shipped: dict[Path, Calibration], key: CalibrationKey) -> Path | No
     return min(shipped, key=lambda path: (_distance(shipped[path].key, key), path), default=None)
 
 
-def _alike(one: HeadConfig, other: HeadConfig) -> bool:
+def _alike(one: HeadConfig, other: HeadConfig, fallback: str) -> bool:
     """Say whether times of one carry over to the other as they are (docs/calibration.md): of the
-    same head dim and decode kernel of FlashInfer. On tensor cores any number of heads will do;
+    same head dim and decode kernel of the fallback. On tensor cores any number of heads will do;
     without them each query head multiplies by itself, and more of them for each KV head are another
     case."""
-    rows = stock_kernel(one).rows
-    same = rows == stock_kernel(other).rows and one.head_dim == other.head_dim
+    rows = stock_kernel(one, fallback).rows
+    dims = [(heads.head_dim, heads.latent_dim) for heads in (one, other)]
+    same = rows == stock_kernel(other, fallback).rows and dims[0] == dims[1]
     return same and (rows > 0 or one.group_size == other.group_size)
 
 
@@ -76,9 +141,9 @@ def _conservative(key: CalibrationKey, num_sms: int, like: Calibration | None) -
         key=key,
         versions={},
         num_sms=num_sms,
-        rates=usual_rates(key.gpu),
-        stock=like.stock if like else starts(STOCK_COEFFICIENTS),
-        prefix=like.prefix if like else starts(PREFIX_COEFFICIENTS),
+        bandwidth=usual_bandwidth(key.gpu),
+        stock=like.stock if like else stock_start(key.fallback),
+        rates=dict(vars(rates_of(key.family, key.heads)())),
         samples=0,
         errors={},
         origin=None,
@@ -90,13 +155,14 @@ def _distance(found: CalibrationKey, key: CalibrationKey) -> tuple:
     """Say how unlike two keys are, what matters most first."""
     a, b = found.heads, key.heads
     return (
-        not _alike(a, b),
-        stock_kernel(a).rows != stock_kernel(b).rows,
+        not _alike(a, b, key.fallback),
+        stock_kernel(a, key.fallback).rows != stock_kernel(b, key.fallback).rows,
         found.kv_bytes != key.kv_bytes,
         found.gpu != key.gpu,
         abs(math.log(a.head_dim / b.head_dim)),
         abs(math.log(a.group_size / b.group_size)),
         abs(math.log(a.num_kv_heads / b.num_kv_heads)),
         found.dtype != key.dtype,
+        found.family != key.family,
         abs(math.log(found.page_size / key.page_size)),
     )

@@ -1,12 +1,13 @@
 """Records <-> JSON bytes. Nothing that does not check is ever returned."""
 
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 import msgspec
 
 from sgl_prefix_attn.predict.record import Calibration
 
-FORMAT = 3  # of a calibration
+FORMAT = 4  # of a calibration
 T = TypeVar("T")
 
 
@@ -30,8 +31,12 @@ def decode(data: bytes) -> Calibration:
 
 
 def write_record(record: object, version: int) -> bytes:
-    """Write a dataclass and the number of its format as one JSON object."""
-    return msgspec.json.encode({"format": version, **msgspec.to_builtins(record)})
+    """Write a dataclass and the number of its format as one JSON object.
+
+    A field that has its plain default is left out: what was written before there was such a field
+    stays as it is, and readable.
+    """
+    return msgspec.json.encode({"format": version, **_plain(record)})
 
 
 def read_record(data: bytes, kind: type[T], version: int) -> T:
@@ -39,19 +44,30 @@ def read_record(data: bytes, kind: type[T], version: int) -> T:
 
     Raises CalibrationError that names the first field that is bad, missing or unknown.
     """
-    fields = parsed(data, dict[str, Any])
-    found = fields.pop("format", None)
+    found_fields = parsed(data, dict[str, Any])
+    found = found_fields.pop("format", None)
     if found != version:
-        raise CalibrationError(f"format {found!r}, this version reads {version}")
+        raise CalibrationError(f"format {found!r}, this version reads {version}: calibrate again")
     try:
-        record = msgspec.convert(fields, kind)
+        record = msgspec.convert(found_fields, kind)
     except msgspec.MsgspecError as error:
         raise CalibrationError(str(error)) from None
-    written = msgspec.to_builtins(record)
-    for name, value in fields.items():
+    written = _plain(record)
+    for name, value in found_fields.items():
         if written.get(name) != value:
             raise CalibrationError(f"{name}: more or fewer fields than this version writes")
     return record
+
+
+def _plain(record: Any) -> Any:
+    """Return what is written of a record."""
+    if not is_dataclass(record):
+        return msgspec.to_builtins(record)
+    return {
+        field.name: _plain(value)
+        for field in fields(record)
+        if (value := getattr(record, field.name)) != field.default
+    }
 
 
 def parsed(data: bytes, kind: type[T]) -> T:
@@ -60,3 +76,5 @@ def parsed(data: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CalibrationError(str(error)) from None
+    except RecursionError:
+        raise CalibrationError("it is nested too deeply") from None

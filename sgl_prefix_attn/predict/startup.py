@@ -5,12 +5,10 @@ from typing import Any
 
 import torch
 
-from sgl_prefix_attn.plan.costs import CostModel
-from sgl_prefix_attn.plan.row_tile_time import RowTileRates
+from sgl_prefix_attn.plan.cut_time import KernelRates
 from sgl_prefix_attn.predict import store
-from sgl_prefix_attn.predict.record import Calibration, CalibrationKey
-from sgl_prefix_attn.predict.row_tile_rates import row_tile_rates
-from sgl_prefix_attn.records import HeadConfig
+from sgl_prefix_attn.predict.record import Calibration, CalibrationKey, rates_of
+from sgl_prefix_attn.records import FLASHINFER, HeadConfig
 
 logger = logging.getLogger(__name__)
 
@@ -23,31 +21,29 @@ def find_calibration(key: CalibrationKey, num_sms: int) -> Calibration:
     return found.calibration
 
 
-def gpu_key(device: torch.device, heads, dtype: torch.dtype, page_size: int) -> CalibrationKey:
-    name: Any = str(dtype).removeprefix("torch.")
-    return CalibrationKey(torch.cuda.get_device_name(device), heads, name, page_size)
-
-
-def default_costs(
-    device: torch.device | str,
+def gpu_key(
+    family: str,
+    device: torch.device,
     heads: HeadConfig,
-    dtype: torch.dtype = torch.bfloat16,
-    page_size: int = 1,
-) -> CostModel:
-    """Return what a server with such layers plans with: the costs of its calibration (store.find),
-    on a CPU those of plan/costs.py's table."""
-    device = torch.device(device)
-    if device.type != "cuda":
-        return CostModel.for_gpu("cpu", heads, dtype.itemsize)
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return store.find(gpu_key(device, heads, dtype, page_size), num_sms).calibration.costs
+    kv_dtype: torch.dtype,
+    page_size: int,
+    fallback: str = FLASHINFER,
+) -> CalibrationKey:
+    """Name what a calibration of this GPU, a family's kernels beside a fallback's and such layers,
+    with a KV cache of kv_dtype, is for."""
+    kernels: Any = family
+    name: Any = str(kv_dtype).removeprefix("torch.")
+    gpu = torch.cuda.get_device_name(device)
+    return CalibrationKey(gpu, kernels, heads, name, page_size, fallback=fallback)
 
 
 def default_rates(
-    device: torch.device, heads: HeadConfig, dtype: torch.dtype, page_size: int
-) -> RowTileRates:
-    """Return the rates that a server plans row tiles of such layers with; see default_costs."""
+    family: str, device: torch.device, heads: HeadConfig, kv_dtype: torch.dtype, page_size: int
+) -> KernelRates:
+    """Return the rates that a server plans such layers with for a family's kernels: those of its
+    calibration (store.find), whatever runs beside them; on a CPU those of an H100."""
     if device.type != "cuda":
-        return RowTileRates()
+        return rates_of(family, heads)()
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return row_tile_rates(store.find(gpu_key(device, heads, dtype, page_size), num_sms).calibration)
+    key = gpu_key(family, device, heads, kv_dtype, page_size)
+    return store.find(key, num_sms).calibration.kernel_rates

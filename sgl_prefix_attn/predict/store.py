@@ -15,9 +15,9 @@ from pathlib import Path
 from sgl_prefix_attn.predict.carry_over import from_shipped
 from sgl_prefix_attn.predict.codec import CalibrationError, decode
 from sgl_prefix_attn.predict.record import Calibration, CalibrationKey
+from sgl_prefix_attn.records import FA3, FLASHINFER
 
 SHIPPED = Path(__file__).with_name("shipped")
-HOW_TO_CALIBRATE = "`sgl-prefix-attn calibrate --model ...` measures this GPU"
 # Packages whose kernels are measured, or that compile ours. Not our own: that is the key's kernels.
 _PACKAGES = ("torch", "triton", "flashinfer-python", "sglang")
 
@@ -44,23 +44,24 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def verdict_folder() -> Path | None:
-    """Where verdicts of the kernels' self-test lie, next to cache_folder(); None as there."""
+    """Return where verdicts of the kernels' self-test lie, next to cache_folder(); None as
+    there."""
     folder = cache_folder()
     return None if folder is None else folder.with_name("self_test")
 
 
 def file_name(key: CalibrationKey) -> str:
     """Name the file that `calibrate` writes."""
-    return f"{_stem(key)}_kernels{key.kernels}.json"
+    beside = "" if key.fallback == FLASHINFER else f"_{key.fallback}"
+    return f"{_stem(key)}_{key.family}{beside}_kernels{key.kernels}.json"
 
 
 def _stem(key: CalibrationKey) -> str:
-    """How the names of all files of these layers begin, whatever kernels they are for. Those of
-    version 0.1.2, which are refused and named, end with a digest of versions."""
+    """How the names of all files of these layers begin, whatever kernels they are for. Files of
+    earlier formats, which are refused and named, name no family; those of version 0.1.2 end with a
+    digest of versions."""
     gpu = re.sub(r"[^A-Za-z0-9.]+", "-", key.gpu).strip("-")
-    heads = key.heads
-    shape = f"{heads.num_qo_heads}-{heads.num_kv_heads}-{heads.head_dim}"
-    return f"{gpu}_{shape}_{key.dtype}_page{key.page_size}"
+    return f"{gpu}_{key.heads.shape}_{key.dtype}_page{key.page_size}"
 
 
 def load(path: Path, key: CalibrationKey | None = None) -> Calibration:
@@ -107,10 +108,11 @@ def find(
     """Find the best calibration that there is for `key`, by source:
 
     measured      a cache file of the key; of several that with the fewest other versions
+    judged        shipped, and batches that no fit has seen have judged both predicted times
     shipped       of this GPU, dtype and kernels, for heads like these; the page size may differ
     scaled        shipped for another dtype, or for another GPU, with this one's bandwidth
-    conservative  shipped for heads unlike these; without any file of this GPU rates by its name,
-                  and coefficients of a shipped H100 or the tables' own
+    conservative  shipped for heads unlike these; without any file of this GPU and fallback its
+                  bandwidth by name, and coefficients and rates of a shipped H100 or the tables' own
 
     Versions that differ from package_versions (default: those installed) are a warning. The search
     goes on behind files that are refused; the message names them unless a measurement is used.
@@ -129,13 +131,24 @@ def find(
 
 def _found(found: Calibration, what: str, here: Mapping[str, str], refused: list[str]) -> Found:
     parts = [f"calibration {what}"]
-    other = _other_versions(found, here) if found.source in ("measured", "shipped") else []
+    own = ("measured", "judged", "shipped")
+    other = _other_versions(found, here) if found.source in own else []
     if other:
         parts.append(f"measured with other versions: {', '.join(other)}")
     if found.source != "measured" or other:
-        parts.append(HOW_TO_CALIBRATE)
+        parts.append(_how_to_calibrate(found.key))
     parts += [f"refused {reason}" for reason in refused]
     return Found(found, "; ".join(parts), bool(other or refused) or found.source == "conservative")
+
+
+def _how_to_calibrate(key: CalibrationKey) -> str:
+    """Name the command that measures such layers beside such a fallback, if it does."""
+    if key.fallback not in (FLASHINFER, FA3):  # of which no time model is known
+        return f"{key.fallback} cannot be calibrated"
+    if key.heads.latent_dim is not None or key.kv_bytes != 2:
+        return f"{key.heads} with KV of {key.dtype} cannot be calibrated"
+    beside = "" if key.fallback == FLASHINFER else f"--fallback {key.fallback} "
+    return f"`sgl-prefix-attn calibrate {beside}--model ...` measures this GPU"
 
 
 def _other_versions(found: Calibration, here: Mapping[str, str]) -> list[str]:
@@ -164,6 +177,8 @@ def _measured(folder: Path | None, key, num_sms: int, refused) -> dict[Path, Cal
     files = sorted(folder.glob(f"{_stem(key)}_*.json")) if folder else []
     usable = {}
     for path, found in _read(files, refused).items():
+        if (found.key.family, found.key.fallback) != (key.family, key.fallback):
+            continue  # that of other kernels, or beside other ones
         why = _mismatch(found, key, num_sms)
         if why is None:
             usable[path] = found

@@ -14,7 +14,7 @@ MOST_FILES = 256  # of a process; from there on the oldest is written over
 
 
 class DecisionDump:
-    """Writes every n-th decision into `folder`, SGL_PREFIX_ATTN_DUMP; "" writes none.
+    """Writes every n-th decision into `folder`, PREFIX_ATTN_DUMP; "" writes none.
 
     Files are <process>-<number>.json. One that cannot be written is counted, and no reason to stop.
     """
@@ -44,7 +44,7 @@ class DecisionDump:
 
 
 def content(paths: PathTable, decision: Decision) -> dict:
-    """What a file holds: the arguments of PrefixDecodeWrapper.plan, and the decision."""
+    """What a file holds: the arguments of PrefixAttentionWrapper.plan, and the decision."""
     lists: list[list[tuple[int, int]]] = []
     parent, length = paths.parent.tolist(), paths.length.tolist()
     for node in paths.leaf.tolist():

@@ -2,11 +2,12 @@
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_prefix_attn.paths.block_tables import shared_paths, token_slots
 from sgl_prefix_attn.plan.forest import build_forest
+from tests.support.examples import examples
 from tests.support.forests import chain
 
 
@@ -48,7 +49,7 @@ def shared_tokens(paths, a, b):
 
 
 @given(block_tables())
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_requests_share_exactly_their_common_pages(case):
     pages, seq_lens, page_size = case
     paths = shared_paths(pages, seq_lens, page_size)

@@ -6,17 +6,18 @@ import json
 import os
 import sys
 import tempfile
+from unittest.mock import create_autospec
 
 import pytest
 import torch
 
-from sgl_prefix_attn.calibrate import rates, samples
-from sgl_prefix_attn.cli import calibrate_command as command
-from sgl_prefix_attn.cli import main
-from sgl_prefix_attn.cli.model_heads import config_and_heads, heads_on_rank
 from sgl_prefix_attn.predict import store
-from sgl_prefix_attn.predict.record import CalibrationKey
+from sgl_prefix_attn.predict.record import RATES, CalibrationKey
 from sgl_prefix_attn.records import HeadConfig
+from sgl_prefix_attn.tools import calibrate_command as command
+from sgl_prefix_attn.tools import main
+from sgl_prefix_attn.tools.calibrate import measure, samples
+from sgl_prefix_attn.tools.model_heads import config_and_heads, heads_on_rank
 from tests.support.calibrations import KEY, NUM_SMS, FakeMeter
 
 LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
@@ -33,6 +34,7 @@ LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 409
         ({"num_attention_heads": 12, "hidden_size": 768}, 2, (6, 6, 64)),
         ({"num_key_value_heads": None} | {"num_attention_heads": 4, "head_dim": 32}, 1, (4, 4, 32)),
         ({"text_config": LLAMA, "num_attention_heads": 3}, 1, (32, 8, 128)),
+        (LLAMA | {"time_step_limit": [0.0, float("inf")]}, 1, (32, 8, 128)),  # of Mamba layers
     ],
 )
 @pytest.mark.parametrize("as_folder", [True, False])
@@ -46,13 +48,16 @@ def test_heads_of_a_model(config, tp, heads, as_folder, tmp_path):
     ("content", "reason"),
     [
         ("{", "no JSON"),
+        ("[" * 100_000, "no JSON"),
         ("[]", "config.json is no JSON object"),
         ("{}", "num_attention_heads: use --heads"),
         ('{"num_attention_heads": 32}', "hidden_size"),
         ('{"num_attention_heads": 32, "num_key_value_heads": 5, "head_dim": 64}', "multiple"),
-        ('{"num_attention_heads": "32", "head_dim": 64}', "config.json"),
-        ('{"num_attention_heads": 0, "hidden_size": 64}', "num_attention_heads must be at least 1"),
-        ('{"num_attention_heads": 4, "num_key_value_heads": 0, "head_dim": 64}', "num_kv_heads"),
+        ('{"num_attention_heads": "32", "hidden_size": 64}', "num_attention_heads must be .* '32'"),
+        ('{"num_attention_heads": 32, "hidden_size": "64"}', "hidden_size must be .* '64'"),
+        ('{"num_attention_heads": 4, "head_dim": "64"}', "head_dim must be .* '64'"),
+        ('{"num_attention_heads": 0, "hidden_size": 64}', "num_attention_heads must be .* got 0"),
+        ('{"num_attention_heads": 4, "num_key_value_heads": 0}', "key_value_heads must .* got 0"),
     ],
 )
 def test_a_config_that_does_not_say(content, reason, tmp_path):
@@ -84,7 +89,7 @@ def test_a_zero_is_named_and_never_taken_for_a_copied_head(heads, name, tp):
 
 
 def test_pool_of_a_large_a_small_and_a_full_gpu():
-    key = CalibrationKey("X", HeadConfig(32, 8, 128), "bfloat16", 1)
+    key = CalibrationKey("X", "portable", HeadConfig(32, 8, 128), "bfloat16", 1)
     two_pools = 2 * 4096  # bytes per token
     assert command.pool_tokens(80 << 30, key) == command.POOL_TOKENS
     free = int(333_000 * two_pools / 0.4)
@@ -92,15 +97,16 @@ def test_pool_of_a_large_a_small_and_a_full_gpu():
     assert command.pool_tokens(free + (100 << 20), key) == 300_000, "the same the next time"
     with pytest.raises(command.Unusable, match="1.0 GiB of GPU memory are free, .* needs 2.5"):
         command.pool_tokens(1 << 30, key)
-    least = rates.min_pool(1)
+    least = measure.min_pool(1)
     assert command.pool_tokens(int(least * two_pools / 0.4) + 1, key) == least
 
 
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(command, "find_gpu", lambda: command.Gpu(KEY.gpu, NUM_SMS, 16 << 30))
-    monkeypatch.setattr(command, "meter_factory", lambda key, most_tokens: FakeMeter)
+    found = command.Gpu(KEY.gpu, NUM_SMS, 16 << 30, (9, 0))
+    monkeypatch.setattr(command, "find_gpu", lambda fallbacks: found)
+    monkeypatch.setattr(command, "new_meter", lambda key, most_tokens: FakeMeter(key))
     monkeypatch.setattr(FakeMeter, "measured", 0)
     monkeypatch.setattr(FakeMeter, "broken_at", None)
     return tmp_path
@@ -109,6 +115,7 @@ def gpu(monkeypatch, tmp_path):
 COMMAND = ["calibrate", "--heads", "32/8", "--tp", "4", "--head-dim", "64", "--batches", "50"]
 
 
+@pytest.mark.long
 def test_a_whole_run_leaves_what_a_server_finds(gpu, capsys):
     assert main.main(COMMAND) == 0
     (path,) = gpu.rglob("*.json")
@@ -117,10 +124,57 @@ def test_a_whole_run_leaves_what_a_server_finds(gpu, capsys):
     assert found.calibration.samples == 50
     assert path.with_suffix(".samples.jsonl").exists()
     text = capsys.readouterr().out
-    assert "rates: GpuRates(" in text and "prefix: predictions err by" in text
+    assert "prefix: Hopper kernels (Gluon, sm_90)" in text and "bandwidth: 2.9e+06" in text
+    assert "cuts: predictions err by" in text and "the policy runs prefix kernels in" in text
     assert f"written: {path}" in text
 
 
+@pytest.mark.parametrize(
+    ("capability", "options", "family"),
+    [
+        ((9, 0), [], "hopper"),
+        pytest.param((8, 0), [], "portable", marks=pytest.mark.slow),
+        pytest.param((10, 0), [], "portable", marks=pytest.mark.slow),
+        pytest.param((9, 0), ["--kernels", "portable"], "portable", marks=pytest.mark.slow),
+        pytest.param(
+            (9, 0),
+            ["--heads", "32/8", "--tp", "1", "--head-dim", "96"],
+            "portable",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_what_is_measured_is_what_a_server_runs(capability, options, family, gpu, monkeypatch):
+    found = command.Gpu(KEY.gpu, NUM_SMS, 16 << 30, capability)
+    monkeypatch.setattr(command, "find_gpu", lambda fallbacks: found)
+    out = gpu / "x.json"
+    assert main.main([*COMMAND, *options, "--batches", "40", "--out", str(out)]) == 0
+    got = store.load(out)
+    assert (got.key.family, got.source) == (family, "measured")
+    assert type(got.kernel_rates) is RATES[family]
+
+
+def test_kernels_that_cannot_run_are_refused(gpu, capsys, monkeypatch):
+    found = command.Gpu("NVIDIA A100-SXM4-80GB", 108, 16 << 30, (8, 0))
+    monkeypatch.setattr(command, "find_gpu", lambda fallbacks: found)
+    assert main.main([*COMMAND, "--kernels", "hopper"]) == 2
+    assert "cannot run here (compute:8.0)" in capsys.readouterr().err
+    assert main.main(["calibrate", "--head-dim", "512"]) == 2
+    assert "head_dim:512: such a server runs stock attention" in capsys.readouterr().err
+    assert FakeMeter.measured == 0
+
+
+def test_the_meter_has_room_for_every_batch(monkeypatch):
+    new_meter = create_autospec(measure.BatchMeter)
+    monkeypatch.setattr(measure, "BatchMeter", new_meter)
+    assert command.new_meter(KEY, 123_456) is new_meter.return_value
+    device = torch.device("cuda", 0)
+    new_meter.assert_called_once_with(
+        KEY, pool_tokens=123_456, max_batch=256, device=device, fallbacks=None
+    )
+
+
+@pytest.mark.long
 def test_the_second_run_measures_nothing_and_writes_the_same(gpu, capsys):
     main.main(COMMAND)
     (path,) = gpu.rglob("*.json")
@@ -132,6 +186,7 @@ def test_the_second_run_measures_nothing_and_writes_the_same(gpu, capsys):
     assert FakeMeter.measured == 100
 
 
+@pytest.mark.slow
 def test_out_model_dtype_and_pages(gpu):
     (gpu / "config.json").write_text(json.dumps(LLAMA))
     out = gpu / "here" / "x.json"
@@ -159,7 +214,10 @@ def test_bad_arguments_are_named(options, reason, gpu, capsys):
     assert FakeMeter.measured == 0
 
 
-@pytest.mark.parametrize(("gpu", "lacks"), [(False, "no CUDA GPU"), (True, "FlashInfer")])
+@pytest.mark.parametrize(
+    ("gpu", "lacks"),
+    [(False, "no CUDA GPU"), (True, "flashinfer, which is measured too, does not import")],
+)
 def test_without_a_gpu_or_flashinfer_it_says_so(gpu, lacks, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setitem(sys.modules, "flashinfer", None)
@@ -181,7 +239,7 @@ def refused(capsys, *out) -> str:
     """stderr of a run that ends with status 2 before anything is measured."""
     assert main.main([*COMMAND, *map(str, out)]) == 2
     text = capsys.readouterr()
-    assert "rates" not in text.out and FakeMeter.measured == 0
+    assert "bandwidth" not in text.out and FakeMeter.measured == 0
     assert text.err.startswith("sgl-prefix-attn calibrate: ") and text.err.count("\n") == 1
     return text.err
 
@@ -203,12 +261,14 @@ def test_a_full_disk_is_refused_before_measuring(gpu, capsys, monkeypatch):
     assert f"cannot write {out}: [Errno 28]" in refused(capsys, "--out", out)
 
 
+@pytest.mark.slow
 def test_without_a_home_it_says_what_to_do(gpu, no_home, capsys):
     text = refused(capsys)
     assert "no home folder" in text and "XDG_CACHE_HOME" in text and "--out" in text
     assert main.main([*COMMAND, "--out", str(gpu / "x.json")]) == 0
 
 
+@pytest.mark.long
 def test_a_disk_that_gets_full_loses_no_batch(gpu, capsys, monkeypatch):
     path = gpu / "x.json"
     samples_path = path.with_suffix(".samples.jsonl")
@@ -236,7 +296,7 @@ def test_a_disk_that_gets_full_loses_no_batch(gpu, capsys, monkeypatch):
 
 
 def test_interrupted(gpu, capsys, monkeypatch):
-    def interrupt(self, batch):
+    def interrupt(self, batch, plans):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(FakeMeter, "measure", interrupt)
@@ -252,3 +312,13 @@ def test_a_closed_pipe_is_no_file_that_cannot_be_written(monkeypatch, capsys):
     with pytest.raises(BrokenPipeError):
         command.run(main.build_parser().parse_args(COMMAND))
     assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["calibrate", "analyze trace.jsonl"])
+def test_heads_by_which_a_model_never_decodes_are_not_taken(command, gpu, capsys):
+    """As config.json has them, they would be 32/32 heads of 56 on each of four ranks."""
+    deepseek = {"num_attention_heads": 128, "num_key_value_heads": 128, "hidden_size": 7168}
+    (gpu / "config.json").write_text(json.dumps(deepseek | {"kv_lora_rank": 512}))
+    assert main.main([*command.split(), "--model", str(gpu), "--tp", "4"]) == 2
+    assert f"{gpu} has latent attention (kv_lora_rank)" in capsys.readouterr().err
+    assert FakeMeter.measured == 0

@@ -1,13 +1,15 @@
-"""Calibration batches, and how much work they are for either kernel."""
+"""Calibration batches, and how much work they are for FlashInfer."""
 
 import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_prefix_attn.calibrate.batches import (
+from sgl_prefix_attn.predict.stock_time import SHORTEST_PIECE, stock_kernel, stock_work
+from sgl_prefix_attn.records import HeadConfig
+from sgl_prefix_attn.tools.calibrate.batches import (
     LENGTHS,
     MAX_BATCH,
     SHARING,
@@ -15,15 +17,8 @@ from sgl_prefix_attn.calibrate.batches import (
     draw,
     prefix_lens,
 )
-from sgl_prefix_attn.plan.forest import build_forest
-from sgl_prefix_attn.plan.packs import make_packs
-from sgl_prefix_attn.plan.profit import choose_packing
-from sgl_prefix_attn.plan.splits import split_jobs
-from sgl_prefix_attn.plan.tiles import tile_packs
-from sgl_prefix_attn.plan.work import ITEM_TOKENS, SHARED_CTAS, SHARED_TOKEN, TAIL_CTAS
-from sgl_prefix_attn.predict.stock_time import SHORTEST_PIECE, stock_kernel, stock_work
-from sgl_prefix_attn.records import HeadConfig
-from tests.support.forests import chain, path_tables, planner
+from tests.support.examples import examples
+from tests.support.forests import chain
 
 POOL = 200_000
 COUNT = 200
@@ -134,7 +129,37 @@ def plain_stock_work(lens, num_sms, num_kv_heads, kernel):
     return len(parts), max(free)
 
 
-@settings(max_examples=60, deadline=None)
+def plain_shares(lens, num_sms, num_kv_heads, kernel):
+    """FlashAttention 3's rule in plain Python: an SM's share of all tiles and a tenth more bounds a
+    piece; pieces of a request are as long as each other, to a tile, but for the last."""
+    tiles = [math.ceil(n / kernel.tile) for n in lens]
+    share = max(1, math.ceil(1.1 * sum(tiles) * num_kv_heads / num_sms))
+    parts = []
+    for n in tiles:
+        each = math.ceil(n / math.ceil(n / share))
+        parts += [min(each, n - start) for start in range(0, n, each)]
+    free = [0] * num_sms
+    for part in parts * num_kv_heads:
+        free[free.index(min(free))] += part * kernel.tile + kernel.piece
+    return len(parts), max(free)
+
+
+@examples(60)
+@given(
+    lens=st.lists(st.integers(1, 3000), min_size=1, max_size=12),
+    num_sms=st.integers(1, 12),
+    num_kv_heads=st.sampled_from([1, 2, 4]),
+    head_dim=st.sampled_from([64, 128, 256]),
+)
+def test_work_of_fa3(lens, num_sms, num_kv_heads, head_dim):
+    heads = HeadConfig(4 * num_kv_heads, num_kv_heads, head_dim)
+    work = stock_work(np.array(lens, np.int32), 33, num_sms, heads, "fa3")
+    plain = plain_shares(lens, num_sms, num_kv_heads, stock_kernel(heads, "fa3"))
+    assert (work.pieces, work.chain) == plain
+    assert (work.batch_size, work.tokens, work.unique) == (len(lens), sum(lens), 33)
+
+
+@examples(60)
 @given(
     lens=st.lists(st.integers(1, 900), min_size=1, max_size=12),
     num_sms=st.integers(1, 12),
@@ -148,68 +173,3 @@ def test_stock_work(lens, num_sms, num_kv_heads, group):
     plain = plain_stock_work(lens, num_sms, num_kv_heads, stock_kernel(heads))
     assert (work.pieces, work.chain) == plain
     assert (work.batch_size, work.tokens, work.unique) == (len(lens), sum(lens), 33)
-
-
-def plain_plan_work(tiling, splits_of, tile_set, heads):
-    """Totals and chains, one work item at a time."""
-    sums = {name: 0 for name in ("tail_tokens", "shared_tokens", "reread_tokens", "shared_rows",
-                                 "tail_items", "shared_items")}  # fmt: skip
-    items = {"tail": [], "shared": []}
-    for job in range(tiling.tile.size):
-        tile = tile_set.tiles[tiling.tile[job]]
-        tokens, rows, splits = (int(x[job]) for x in (tiling.tokens, tiling.row_tiles, splits_of))
-        kind = "tail" if tile.requests else "shared"
-        sums[f"{kind}_tokens"] += tokens
-        sums[f"{kind}_items"] += rows * splits
-        blocks = math.ceil(tokens / splits / tile.block_n)
-        items[kind] += [blocks * tile.block_n] * (rows * splits)
-        if kind == "shared":
-            sums["reread_tokens"] += tokens * (rows - 1)
-            sums["shared_rows"] += tokens * rows * tile.block_m
-    # one KV head's share of the CTAs; each item goes to the CTA that is free first
-    free = [0] * max(1, tile_set.num_sms * SHARED_CTAS // heads.num_kv_heads)
-    for item in sorted(items["shared"], reverse=True):
-        free[free.index(min(free))] += item + ITEM_TOKENS
-    # a shared CTA takes the room of two tails CTAs on its SM, a further one that of one more
-    sms, taken = max(1, tile_set.num_sms // heads.num_kv_heads), []
-    for i, end in enumerate(sorted(free, reverse=True)):
-        taken += [end * SHARED_TOKEN] * (2 if i < sms else 1)
-    slots = max(1, tile_set.num_sms * TAIL_CTAS // heads.num_kv_heads)
-    starts, last = (taken + [0] * slots)[:slots], 0
-    for item in sorted(items["tail"], reverse=True):
-        first = starts.index(min(starts))
-        starts[first] += item + ITEM_TOKENS
-        last = max(last, starts[first])
-    return sums | {"shared_chain": max(free) * SHARED_TOKEN, "tail_chain": last}
-
-
-def parts_of_requests(packs, tiling, splits_of):
-    """Partial results that each request gets."""
-    parts = [0] * (packs.queries.max() + 1)
-    for job, splits in enumerate(splits_of):
-        for pack in tiling.pack_order[tiling.job_offset[job] : tiling.job_offset[job + 1]]:
-            for query in packs.queries[packs.query_offset[pack] : packs.query_offset[pack + 1]]:
-                parts[query] += int(splits)
-    return parts
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    paths=path_tables(),
-    heads=st.sampled_from([HeadConfig(8, 2, 64), HeadConfig(4, 4, 64), HeadConfig(16, 1, 64)]),
-    strategy=st.sampled_from(["naive", "calibrated"]),
-)
-def test_plan_work(paths, heads, strategy):
-    maker = planner(heads, strategy)
-    plan = maker.plan(paths)
-    forest = build_forest(paths)
-    packs = make_packs(forest, choose_packing(forest, strategy, maker.costs))
-    tiling = tile_packs(packs, maker.tile_set, maker.costs)
-    splits, _ = split_jobs(packs, tiling, maker.tile_set, maker.costs, most_partials=1 << 20)
-    parts = parts_of_requests(packs, tiling, splits)
-    wanted = plain_plan_work(tiling, splits, maker.tile_set, heads) | {
-        "partials": sum(n for n in parts if n > 1),
-        "most_parts": max((n for n in parts if n > 1), default=0),
-    }
-    assert wanted["partials"] == plan.num_partials
-    assert vars(plan.work) == pytest.approx(wanted, rel=1e-12)

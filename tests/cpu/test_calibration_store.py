@@ -10,20 +10,25 @@ import msgspec
 import numpy as np
 import pytest
 
-from sgl_prefix_attn.calibrate import fit, procedure
-from sgl_prefix_attn.calibrate.writing import save
-from sgl_prefix_attn.plan.costs import GPU_RATES
-from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS, starts
+from sgl_prefix_attn.plan.cut_time import KernelRates, LatentRates, PortableRates
 from sgl_prefix_attn.predict import store
+from sgl_prefix_attn.predict.bandwidths import usual_bandwidth
 from sgl_prefix_attn.predict.codec import CalibrationError, decode, encode
+from sgl_prefix_attn.predict.predictor import Predictor
 from sgl_prefix_attn.predict.record import CalibrationKey, Origin
+from sgl_prefix_attn.predict.stock_time import stock_physical
 from sgl_prefix_attn.predict.store import Folders, file_name, find, load
 from sgl_prefix_attn.records import HeadConfig
-from tests.support.calibrations import KEY, NUM_SMS, ORIGIN, VERSIONS, calibration
+from sgl_prefix_attn.step.policy import GAINS
+from sgl_prefix_attn.tools.calibrate import procedure
+from sgl_prefix_attn.tools.calibrate.batches import draw
+from sgl_prefix_attn.tools.calibrate.writing import save
+from tests.support.calibrations import KEY, NUM_SMS, ORIGIN, VERSIONS, calibration, stock_start
 
 RESULTS = Path(__file__).resolve().parents[2] / "eval" / "results"
 OTHER_HEADS = replace(KEY, heads=HeadConfig(32, 8, 128))
 H100, H200 = KEY.gpu, "NVIDIA H200"
+SHIPPED = Folders(None, store.SHIPPED)
 
 
 @pytest.fixture
@@ -50,6 +55,19 @@ def test_a_round_trip_is_exact(tmp_path):
     assert load(tmp_path / "new" / "x.json", KEY) == given
 
 
+def test_a_round_trip_of_latent_heads(folders):
+    key = replace(KEY, heads=HeadConfig(16, 1, 576, 512))
+    given = put_in_cache(folders, key=key)
+    assert load(folders.cache / file_name(key), key) == given
+    assert type(given.kernel_rates) is LatentRates
+    assert file_name(key) != file_name(replace(KEY, heads=HeadConfig(16, 1, 576)))
+
+
+def test_shipped_files_are_written_as_they_were():
+    for path in store.SHIPPED.glob("*.json"):
+        assert encode(load(path)) == path.read_bytes().strip()
+
+
 def changed(path: str, value):
     """The example's JSON with one field set, or removed where value is ...; path is dotted."""
     fields = msgspec.json.decode(encode(calibration()))
@@ -62,21 +80,28 @@ def changed(path: str, value):
 
 
 REFUSED = {
-    "format": (changed("format", 2), "format 2, this version reads 3"),
+    "format": (changed("format", 3), "format 3, this version reads 4: calibrate again"),
+    "of 0.1.2": (changed("format", 2), "format 2, this version reads 4: calibrate again"),
     "no format": (changed("format", ...), "format None"),
     "truncated": (encode(calibration())[:-40], "truncated"),
+    "nested": (b'{"format":' + b"[" * 100_000, "nested too deeply"),
     "no object": (b"[1]", "object"),
-    "foreign": (b'{"format": 3, "name": "x"}', "missing required field `key`"),
+    "foreign": (b'{"format": 4, "name": "x"}', "missing required field `key`"),
     "pickle": (b"\x80\x04N.", "JSON is malformed"),
     "no UTF-8": (b'{"\xff": 1}', "utf-8"),
-    "rate": (changed("rates.bandwidth", -1.0), "bandwidth"),
-    "rate of text": (changed("rates.item", "2"), r"rates\.item"),
-    "unknown rate": (changed("rates.speed", 1.0), "rates: more or fewer fields"),
+    "bandwidth": (changed("bandwidth", -1.0), "bandwidth"),
+    "rate": (changed("rates.hbm", 0.0), r"\$\.rates"),
+    "rate of text": (changed("rates.item", "2"), r"\$\.rates"),
+    "unknown rate": (changed("rates.speed", 1.0), "rates: .* are not this version's"),
+    "rate missing": (changed("rates.wide", ...), "rates: .* are not this version's"),
     "coefficient null": (changed("stock.launch", None), r"\$\.stock"),
-    "coefficient far out": (changed("prefix.norm", 0.0), "prefix norm"),
-    "coefficient missing": (changed("prefix.merge", ...), "prefix: coefficients"),
+    "coefficient far out": (changed("stock.norm", 0.0), "stock norm"),
+    "coefficient missing": (changed("stock.split", ...), "stock: coefficients"),
     "coefficient too many": (changed("stock.x", 1.0), "stock: coefficients"),
-    "no coefficients": (changed("prefix", ...), "missing required field `prefix`"),
+    "no coefficients": (changed("stock", ...), "missing required field `stock`"),
+    "no rates": (changed("rates", ...), "missing required field `rates`"),
+    "family": (changed("key.family", "packs"), r"'packs' - at `\$\.key\.family"),
+    "no family": (changed("key.family", ...), "missing required field `family`"),
     "heads": (changed("key.heads.num_kv_heads", 3), "multiple"),
     "dtype": (changed("key.dtype", "int8"), r"'int8' - at `\$\.key\.dtype"),
     "no gpu": (changed("key.gpu", ""), r"key\.gpu"),
@@ -87,7 +112,7 @@ REFUSED = {
     "no samples": (changed("samples", 0), "no samples, but errors"),
     "samples": (changed("samples", -1), r"\$\.samples"),
     "error": (changed("errors.stock", -0.1), r"\$\.errors"),
-    "error missing": (changed("errors.stock", ...), "errors of prefix alone"),
+    "another error": (changed("errors.packs", 0.1), r"\$\.errors"),
     "versions": (changed("versions.torch", 2), "versions"),
     "source": (changed("source", "guess"), r"\$\.source"),
     "origin": (changed("origin", ...), "missing required field `origin`"),
@@ -150,15 +175,16 @@ def test_a_server_of_another_user_may_read_it(tmp_path):
 
 
 def test_file_names_are_readable_and_differ_in_all_that_matters():
-    assert file_name(KEY) == "NVIDIA-H100-80GB-HBM3_8-2-64_bfloat16_page1_kernels1.json"
+    assert file_name(KEY) == "NVIDIA-H100-80GB-HBM3_8-2-64_bfloat16_page1_hopper_kernels1.json"
     others = [
         replace(KEY, gpu="NVIDIA H100 PCIe"),
+        replace(KEY, family="portable"),
         replace(KEY, heads=HeadConfig(8, 4, 64)),
         replace(KEY, dtype="float16"),
         replace(KEY, page_size=16),
         replace(KEY, kernels=2),
     ]
-    assert len({file_name(key) for key in (KEY, *others)}) == 6
+    assert len({file_name(key) for key in (KEY, *others)}) == 7
 
 
 def test_the_cache_folder_follows_xdg(tmp_path):
@@ -211,7 +237,7 @@ def test_of_several_measurements_the_one_of_these_versions_then_the_latest(folde
     ):  # fmt: skip
         origin = replace(ORIGIN, date=date(2026, 11, day))
         given = replace(calibration(versions=versions), origin=origin)
-        save(given, folders.cache / file_name(KEY).replace("kernels1", name))
+        save(given, folders.cache / file_name(KEY).replace("hopper_kernels1", name))
     found = find(KEY, NUM_SMS, VERSIONS, folders)
     assert "page1_c.json" in found.message and not found.warning
 
@@ -225,13 +251,15 @@ def test_then_a_shipped_file_of_any_versions(folders):
     assert "a.json (100 batches of seed 3 on 2026-11-20); " + OTHERS in found.message
 
 
-def test_a_file_of_an_earlier_version_is_named_with_what_to_do(folders):
-    """Under the name that it got there, a digest of versions at its end."""
-    path = folders.cache / file_name(KEY).replace("kernels1", "62ecf6f3")
-    path.write_bytes(changed("format", 2))
+@pytest.mark.parametrize(("number", "end"), [(2, "62ecf6f3"), (3, "kernels1")])
+def test_a_file_of_an_earlier_version_is_named_with_what_to_do(number, end, folders):
+    """Under the name that it got there: 0.1.2's has a digest of versions at its end."""
+    path = folders.cache / file_name(KEY).replace("hopper_kernels1", end)
+    path.write_bytes(changed("format", number))
     found = find(KEY, NUM_SMS, VERSIONS, folders)
     assert found.calibration.source == "conservative" and found.warning
-    assert f"refused {path}: format 2, this version reads 3" in found.message
+    wanted = f"refused {path}: format {number}, this version reads 4: calibrate again"
+    assert wanted in found.message
     assert "sgl-prefix-attn calibrate --model" in found.message
 
 
@@ -240,6 +268,60 @@ def test_what_is_refused_is_not_named_where_a_measurement_is_found(folders):
     put_in_cache(folders, key=replace(KEY, kernels=2))
     found = find(KEY, NUM_SMS, VERSIONS, folders)
     assert found.calibration.source == "measured" and "; refused" not in found.message
+
+
+def test_a_measurement_of_the_other_kernels_of_this_gpu_is_left_alone(folders):
+    put_in_cache(folders, key=replace(KEY, family="portable"))
+    found = find(KEY, NUM_SMS, VERSIONS, folders)
+    assert found.calibration.source == "conservative" and "; refused" not in found.message
+    given = put_in_cache(folders)
+    assert find(KEY, NUM_SMS, VERSIONS, folders).calibration == given
+
+
+@pytest.mark.parametrize(
+    ("fallback", "do"),
+    [("fa3", "`sgl-prefix-attn calibrate --fallback fa3 "), ("triton", "triton cannot be calib")],
+)
+def test_what_was_measured_beside_another_fallback_decides_nothing(fallback, do, folders):
+    """As on a GPU that nothing is known of; but rates of our kernels hold whatever is beside."""
+    flashinfers, key = put_in_cache(folders), replace(KEY, fallback=fallback)
+    put_in_shipped(folders, "a.json")
+    found = find(key, NUM_SMS, VERSIONS, folders)
+    got = found.calibration
+    assert (got.key, got.source, got.samples) == (key, "conservative", 0) and found.warning
+    assert f"nothing of {fallback} is measured on {KEY.gpu}" in found.message
+    assert do in found.message and "; refused" not in found.message
+    assert got.stock != flashinfers.stock and got.rates == flashinfers.rates
+    assert got.bandwidth == usual_bandwidth(KEY.gpu)
+    own = put_in_cache(folders, key=key)
+    assert own.key.fallback == fallback != flashinfers.key.fallback
+    assert find(key, NUM_SMS, VERSIONS, folders).calibration == own
+    assert find(KEY, NUM_SMS, VERSIONS, folders).calibration == flashinfers
+
+
+@pytest.mark.parametrize(
+    "options", [{"heads": HeadConfig(16, 1, 576, 512)}, {"dtype": "float8_e4m3fn"}]
+)
+def test_nobody_is_told_to_calibrate_what_the_command_does_not_take(options, folders):
+    key = replace(KEY, **options)
+    message = find(key, NUM_SMS, VERSIONS, folders).message
+    assert message.endswith(f"; {key.heads} with KV of {key.dtype} cannot be calibrated")
+    assert "sgl-prefix-attn calibrate" not in message
+
+
+def test_a_file_that_names_no_fallback_is_flashinfers():
+    data = encode(calibration())
+    assert b"fallback" not in data and decode(data).key.fallback == "flashinfer"
+    assert b'"fallback":"fa3"' in encode(calibration(key=replace(KEY, fallback="fa3")))
+
+
+def test_times_of_fa3_carry_over_to_all_heads_of_a_dim(folders):
+    """Its kernel is the same whatever the group."""
+    key = replace(OTHER_HEADS, fallback="fa3")
+    put_in_shipped(folders, "a.json", key=key)
+    for heads, source in (((16, 8, 128), "shipped"), ((32, 8, 64), "conservative")):
+        found = find(replace(key, heads=HeadConfig(*heads)), NUM_SMS, VERSIONS, folders)
+        assert found.calibration.source == source
 
 
 def test_a_shipped_file_of_the_page_size_comes_before_another(folders):
@@ -259,7 +341,8 @@ def test_then_the_rates_of_the_same_gpu_for_other_heads(folders):
     found = find(KEY, NUM_SMS, VERSIONS, folders)
     got, given = found.calibration, calibration()
     assert (got.key, got.source, got.samples, got.errors) == (KEY, "conservative", 0, {})
-    assert (got.rates, got.stock, got.prefix) == (given.rates, given.stock, given.prefix)
+    assert (got.bandwidth, got.stock) == (given.bandwidth, given.stock)
+    assert got.rates == given.rates, "of any heads about as wide"
     assert f"near.json ({ORIGIN}), for 32/8 heads of 128" in found.message
     assert got.origin == ORIGIN
 
@@ -308,56 +391,130 @@ def test_heads_unlike_take_the_times_of_another_gpu(elsewhere, heads, source, fo
     there = calibration(key=replace(OTHER_HEADS, gpu="NVIDIA H200", **elsewhere))
     there = replace(
         there,
-        rates=replace(GPU_RATES["H200"], item=9.5),
+        bandwidth=4.0e6,
+        rates=there.rates | {"item": 9.5},
         stock=there.stock | {"launch": 3.5},
-        prefix=there.prefix | {"launch": 2.5},
     )
     save(there, folders.shipped / "there.json")
     farther = replace(there, key=replace(there.key, heads=HeadConfig(8, 1, 80)))
     save(replace(farther, stock=there.stock | {"launch": 1.5}), folders.shipped / "farther.json")
     found = find(replace(OTHER_HEADS, heads=heads), NUM_SMS, VERSIONS, folders)
     got = found.calibration
+    assert got.rates == calibration().rates, "fitted on this GPU"
     if source is None:
         assert (got.source, "here.json" in found.message) == ("conservative", True)
-        assert (got.rates, got.stock) == (calibration().rates, calibration().stock)
+        assert (got.bandwidth, got.stock) == (calibration().bandwidth, calibration().stock)
     else:
-        bandwidth = pytest.approx(GPU_RATES["H100"].bandwidth)
-        assert (got.source, got.rates.item, got.rates.bandwidth) == (source, 9.5, bandwidth)
-        assert (got.stock, got.prefix) == (there.stock, there.prefix)
+        bandwidth = pytest.approx(4.0e6 * usual_bandwidth(H100) / usual_bandwidth(H200))
+        assert (got.source, got.bandwidth, got.stock) == (source, bandwidth, there.stock)
         assert f"{source}: there.json" in found.message and "on NVIDIA H200" in found.message
 
 
 @pytest.mark.parametrize(
     ("gpu", "heads", "source", "name"),
     [
-        (H100, (8, 1, 128), "shipped", "H100-80GB-HBM3_32-8-128"),
+        (H100, (8, 1, 128), "judged", "H100-80GB-HBM3_32-8-128"),
         (H100, (12, 4, 128), "conservative", "H100-80GB-HBM3_16-8-128"),
-        (H100, (32, 16, 128), "shipped", "H100-80GB-HBM3_16-8-128"),
-        (H100, (20, 20, 128), "shipped", "H100-80GB-HBM3_32-32-128"),
-        (H100, (64, 8, 64), "shipped", "H100-80GB-HBM3_32-8-64"),
+        (H100, (32, 16, 128), "judged", "H100-80GB-HBM3_16-8-128"),
+        (H100, (20, 20, 128), "judged", "H100-80GB-HBM3_32-32-128"),
+        (H100, (64, 8, 64), "judged", "H100-80GB-HBM3_32-8-64"),
         (H100, (8, 1, 256), "shipped", "H100-80GB-HBM3_16-2-256"),
-        (H200, (8, 1, 128), "shipped", "H200_32-8-128"),
+        (H200, (8, 1, 128), "judged", "H200_32-8-128"),
         (H200, (16, 8, 128), "scaled", "H100-80GB-HBM3_16-8-128"),
-        (H200, (8, 1, 256), "scaled", "H100-80GB-HBM3_16-2-256"),
+        (H200, (8, 1, 256), "scaled", "H200_16-2-256"),
+        (H200, (16, 8, 256), "scaled", "H100-80GB-HBM3_16-8-256"),
         (H200, (12, 4, 128), "conservative", "H100-80GB-HBM3_16-8-128"),
         ("NVIDIA GH200 480GB", (32, 8, 128), "conservative", "nothing is measured"),
     ],
 )
 def test_what_the_shipped_files_serve(gpu, heads, source, name):
-    key = CalibrationKey(gpu, HeadConfig(*heads), "bfloat16", 1)
-    found = find(key, 132, VERSIONS, Folders(None, store.SHIPPED))
-    assert found.calibration.source == source
+    key = CalibrationKey(gpu, "hopper", HeadConfig(*heads), "bfloat16", 1)
+    found = find(key, 132, VERSIONS, SHIPPED)
+    assert found.calibration.source == source and source in GAINS
     assert f"{source}: " in found.message and name in found.message
+    if source == "judged":
+        other = find(replace(key, dtype="float16"), 132, VERSIONS, SHIPPED).calibration
+        assert other.source == "scaled", "nothing in float16 was judged"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "num_sms", "source"),
+    [
+        (H100, 132, "scaled"),
+        (H200, 132, "conservative"),
+        ("NVIDIA A100-SXM4-80GB", 108, "conservative"),
+        ("NVIDIA L40S", 142, "conservative"),
+    ],
+)
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_portable_kernels_take_an_h100_s_rates_with_the_gpu_s_own_bandwidth(
+    gpu, num_sms, source, head_dim
+):
+    key = CalibrationKey(gpu, "portable", HeadConfig(32, 8, head_dim), "bfloat16", 1)
+    got = find(key, num_sms, VERSIONS, SHIPPED).calibration
+    hopper = find(replace(key, family="hopper"), num_sms, VERSIONS, SHIPPED).calibration
+    assert got.source == source
+    assert (got.stock, got.bandwidth) == (hopper.stock, hopper.bandwidth), "whatever runs beside it"
+    assert type(got.kernel_rates) is PortableRates
+    ratio = 1.0 if gpu == H100 else got.bandwidth / usual_bandwidth(H100)
+    assert got.rates == vars(PortableRates()) | {"hbm": pytest.approx(3.446e6 * ratio)}
+    assert got.kernel_rates.narrow_rows == 16
+
+
+@pytest.mark.parametrize("family", ["hopper", "portable"])
+@pytest.mark.parametrize(
+    ("gpu", "num_sms", "source"), [(H100, 132, "scaled"), ("NVIDIA L40S", 142, "conservative")]
+)
+def test_kv_of_a_byte_an_element_comes_out_of_memory_twice_as_fast(gpu, num_sms, source, family):
+    key = CalibrationKey(gpu, family, HeadConfig(32, 8, 128), "bfloat16", 1)
+    of_two = find(key, num_sms, VERSIONS, SHIPPED).calibration
+    narrow = replace(key, dtype="float8_e4m3fn")
+    of_one = find(narrow, num_sms, VERSIONS, SHIPPED).calibration
+    assert of_one.source == source and of_one.key == narrow
+    memory = {name: pytest.approx(2 * of_two.rates[name]) for name in ("hbm", "l2")}
+    assert of_one.rates == of_two.rates | memory
+    assert of_one.kv_costs.token == pytest.approx(of_two.kv_costs.token / 2)
+
+
+# Microseconds of batches 3, 8, 14 and 19 of draw(9, 20, 450000), before files held rates of ours.
+STOCK_US = {
+    "NVIDIA-H100-80GB-HBM3_16-2-256": [
+        146.520863328215, 66.66840498418222, 44.02652435046033, 20.66372309816711],
+    "NVIDIA-H100-80GB-HBM3_16-8-128": [
+        261.80084701682375, 125.73482302306296, 71.44984197891063, 23.492582061342922],
+    "NVIDIA-H100-80GB-HBM3_16-8-256": [
+        506.24927457072755, 239.3550170947516, 132.3326714535167, 38.44555100006198],
+    "NVIDIA-H100-80GB-HBM3_32-32-128": [
+        1067.0935735303108, 285.6979520900782, 247.4956579488972, 59.503882682807756],
+    "NVIDIA-H100-80GB-HBM3_32-8-128": [
+        285.78524692558403, 101.31172081078839, 71.22400985480473, 35.86403443364081],
+    "NVIDIA-H100-80GB-HBM3_32-8-64": [
+        161.70636793208863, 73.22333512439897, 43.78857465651847, 27.006377382745196],
+    "NVIDIA-H200_32-8-128": [
+        202.0830108117742, 95.23411645786773, 54.44460800224185, 34.711382302222496],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STOCK_US)
+def test_predictions_of_stock_times_stay_to_the_last_digit(name):
+    predictor = Predictor(load(store.SHIPPED / f"{name}_bfloat16_page1.json"))
+    batches = draw(9, 20, 450_000)
+    got = [
+        predictor.stock(batches[i].paths.seq_lens, batches[i].unique_tokens) for i in (3, 8, 14, 19)
+    ]
+    assert got == pytest.approx(STOCK_US[name], rel=1e-14)
 
 
 def test_then_conservative_with_the_coefficients_of_an_h100(folders):
     key = replace(KEY, gpu="NVIDIA H200")
     put_in_shipped(folders, "a.json")
     found = find(key, 99, VERSIONS, folders)
-    got = found.calibration
+    got, given = found.calibration, calibration()
     assert (got.key, got.source, got.num_sms) == (key, "conservative", 99)
-    assert got.rates == GPU_RATES["H200"]
-    assert got.prefix == calibration().prefix and got.origin is None
+    assert got.bandwidth == usual_bandwidth(H200)
+    assert got.stock == given.stock and got.origin is None
+    hbm = pytest.approx(given.rates["hbm"] * usual_bandwidth(H200) / usual_bandwidth(H100))
+    assert got.rates == given.rates | {"hbm": hbm}
     assert "nothing is measured on NVIDIA H200" in found.message
     assert "sgl-prefix-attn calibrate" in found.message
 
@@ -366,8 +523,8 @@ def test_conservative_without_any_file(tmp_path):
     """Neither folder exists."""
     key = replace(KEY, gpu="NVIDIA B300")
     got = find(key, 148, VERSIONS, Folders(tmp_path / "a", tmp_path / "b")).calibration
-    assert got.source == "conservative" and got.rates == GPU_RATES["other"]
-    assert got.prefix == starts(PREFIX_COEFFICIENTS)
+    assert (got.source, got.bandwidth, got.stock) == ("conservative", 1.0e6, stock_start())
+    assert list(got.rates) == list(vars(KernelRates()))
     assert decode(encode(got)) == got
 
 
@@ -390,10 +547,11 @@ def test_a_refused_cache_file_is_named_and_the_search_goes_on(folders):
         ({"key": replace(KEY, gpu="NVIDIA H100-80GB HBM3")}, "gpu='NVIDIA H100-80GB HBM3'"),
         ({"key": replace(KEY, kernels=2)}, "it is for revision 2 of the kernels, these are 1"),
         ({"num_sms": 114}, "114 multiprocessors, this GPU has 132"),
+        ({"samples": 0, "errors": {}}, "nothing was measured for it"),
     ],
 )
 def test_a_cache_file_that_does_not_hold_is_named_with_what_to_do(options, reason, folders):
-    save(calibration(**options), folders.cache / file_name(KEY))
+    save(replace(calibration(), **options), folders.cache / file_name(KEY))
     found = find(KEY, NUM_SMS, VERSIONS, folders)
     assert found.calibration.source == "conservative" and found.warning
     assert f"refused {folders.cache / file_name(KEY)}: " in found.message
@@ -410,10 +568,13 @@ def test_shipped_files_of_another_gpu_or_kernels_are_not_used(options, folders):
     assert find(KEY, NUM_SMS, VERSIONS, folders).calibration.source == "conservative"
 
 
-@pytest.mark.parametrize("path", sorted(store.SHIPPED.glob("*.json")), ids=lambda path: path.stem)
+MEASURED = [path for path in sorted(store.SHIPPED.glob("*.json")) if load(path).samples]
+
+
+@pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.stem)
 def test_a_shipped_file_is_the_fit_of_its_samples_in_the_repository(path):
-    """By what the fit takes over, and what a fit predicts today: a change of either formula or of
-    the work that it sees needs a new one."""
+    """By what the fit takes over, and what a fit predicts today: a change of the formula or of the
+    work that it sees needs a new one."""
     found = load(path)
     gpu = next(name for name in ("h100", "h200") if name.upper() in found.key.gpu)
     heads = f"{found.key.heads.num_qo_heads}-{found.key.heads.num_kv_heads}"
@@ -421,12 +582,23 @@ def test_a_shipped_file_is_the_fit_of_its_samples_in_the_repository(path):
     given = procedure.read_measured(RESULTS / f"calibration_{gpu}_{heads}.samples.jsonl")
     task, began = given.header.task, given.header.date
     assert found.origin == Origin(task.seed, task.count, task.pool_tokens, began)
-    assert found.source == "measured"
+    assert found.source == ("measured" if found.key.heads.head_dim == 256 else "judged")
     assert (found.key, found.num_sms, found.versions) == (task.key, task.num_sms, task.versions)
-    assert (found.rates, found.samples) == (given.header.rates, len(given.batches))
-    for model, coefficients, works, us in (
-        (fit.STOCK_MODEL, found.stock, given.stock_works, given.stock_us),
-        (fit.PREFIX_MODEL, found.prefix, given.prefix_works, given.prefix_us),
-    ):
-        again = model.predict(model.fit(works, us, given.costs), works, given.costs)
-        assert model.predict(coefficients, works, given.costs) == pytest.approx(again, rel=1e-4)
+    assert (found.bandwidth, found.samples) == (given.header.bandwidth, len(given.batches))
+    again = procedure.fit_stock(given, list(range(len(given.batches))))
+
+    def predicted(coefficients) -> list[float]:
+        costs = found.kv_costs
+        return [stock_physical(coefficients.values(), work, costs) for work in given.works]
+
+    assert predicted(found.stock) == pytest.approx(predicted(again), rel=1e-4)
+
+
+def test_wide_heads_on_an_h200_have_rates_of_their_own_and_an_h100_s_times_of_flashinfer():
+    [path] = set(store.SHIPPED.glob("*.json")) - set(MEASURED)
+    found, name = load(path), "NVIDIA-H100-80GB-HBM3_16-2-256_bfloat16_page1.json"
+    like = load(store.SHIPPED / name)
+    ratio = usual_bandwidth(H200) / usual_bandwidth(H100)
+    assert found.key == replace(like.key, gpu=H200) and found.source == "scaled"
+    assert (found.stock, found.origin) == (like.stock, like.origin)
+    assert found.bandwidth == pytest.approx(like.bandwidth * ratio)

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 
-from sgl_prefix_attn.cpu import allocator, platform
+from sgl_prefix_attn.engine.cpu import allocator, platform
 
-ENV = "SGL_PREFIX_ATTN_CPU_PLATFORM"
+ENV = "PREFIX_ATTN_CPU_PLATFORM"
 
 
 @pytest.fixture
@@ -22,7 +21,7 @@ def bare_machine(monkeypatch):
 def test_it_is_opt_in(bare_machine):
     assert platform.activate() is None
     bare_machine.setenv(ENV, "1")
-    assert platform.activate() == "sgl_prefix_attn.cpu.platform.TorchCpuPlatform"
+    assert platform.activate() == "sgl_prefix_attn.engine.cpu.platform.TorchCpuPlatform"
 
 
 @pytest.mark.parametrize("other", ["cuda", "xpu", "engine"])
@@ -75,4 +74,6 @@ def test_nothing_is_taken_when_the_pages_do_not_suffice():
 
 
 def test_page_size_one_takes_sglangs_token_allocator():
+    from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+
     assert type(make(1)) is TokenToKVPoolAllocator

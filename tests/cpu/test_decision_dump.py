@@ -5,11 +5,11 @@ import logging
 import orjson
 import pytest
 
-from sgl_prefix_attn.cli import plan_spec
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.records import Decision, PathTable, Prediction
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.step import decision_dump
+from sgl_prefix_attn.tools import plan_spec
 from tests.support.steps import Times, preparer, run, shared_world
 
 
@@ -51,7 +51,7 @@ def test_a_file_is_what_explain_reads(tmp_path):
     decision = Decision("prefix", "predicted_faster", Prediction(3.0, 2.0))
     file = tmp_path / "one.json"
     file.write_bytes(orjson.dumps(decision_dump.content(paths, decision)))
-    found = build_forest(plan_spec.read_paths(file))
+    found = build_forest(plan_spec.read_file(file)[0])
     wanted = build_forest(paths)
     for name in ("start", "end", "num_queries", "tail_parent", "tail_start", "seq_lens"):
         assert getattr(found, name).tolist() == getattr(wanted, name).tolist(), name
@@ -65,4 +65,4 @@ def test_a_folder_that_cannot_be_written_is_counted_and_said_once(tmp_path, capl
     with caplog.at_level(logging.WARNING):
         steps = deciding(tmp_path / "file", 1, 3)
     assert steps.counters.failed_dumps == 3
-    assert caplog.text.count("SGL_PREFIX_ATTN_DUMP cannot be written") == 1
+    assert caplog.text.count("PREFIX_ATTN_DUMP cannot be written") == 1

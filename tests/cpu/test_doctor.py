@@ -4,41 +4,49 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
 
 from sgl_prefix_attn import patches
-from sgl_prefix_attn.cli import doctor, doctor_facts, main
-from sgl_prefix_attn.cli.doctor_checks import FAIL, OK, WARN, run_checks
-from sgl_prefix_attn.cli.doctor_facts import EntryPoint, Facts, Hook
 from sgl_prefix_attn.execute.self_test_process import Subject, Verdict, remember
 from sgl_prefix_attn.plugin.versions import RELEASES
 from sgl_prefix_attn.predict import store
+from sgl_prefix_attn.predict.record import Source
 from sgl_prefix_attn.records import HeadConfig
+from sgl_prefix_attn.tools import doctor, doctor_facts, main
+from sgl_prefix_attn.tools.doctor_checks import FAIL, OK, WARN, run_checks
+from sgl_prefix_attn.tools.doctor_facts import EntryPoint, Facts, Hook
 
 OURS = EntryPoint("sgl_prefix_attn.plugin.entry_point:register", "sgl-prefix-attn")
-CPU = {"SGL_PREFIX_ATTN_CPU_PLATFORM": "1"}
+CPU = {"PREFIX_ATTN_CPU_PLATFORM": "1"}
+
+
+def calibration(source: str, warning: bool) -> store.Found:
+    message, key = f"calibration {source}: a.json", SimpleNamespace(fallback="flashinfer")
+    return store.Found(SimpleNamespace(source=source, key=key), message, warning)
+
+
 GOOD = Facts(
     python=(3, 11),
     env={},
-    versions={name: "1.0" for name in doctor_facts.PACKAGES} | {"sglang": "0.5.17"},
+    sglang="0.5.17",
+    versions={name: "1.0" for name in doctor_facts.PACKAGES},
     plugins=(OURS,),
     hooks=(Hook("batch_requests", "sglang.a.b", "why", ""),),
     gpu="NVIDIA H100",
     arch=(9, 0),
     compiler="/usr/bin/cc",
-    calibration="calibration shipped: h100.json",
-    calibration_source="shipped",
+    calibration=calibration("shipped", False),
 )
 ON_CPU = replace(
     GOOD,
     gpu="",
     arch=None,
     env=CPU,
-    no_row_tiles="device:cpu",
-    calibration="",
-    calibration_source="",
+    no_hopper="device:cpu",
+    calibration=None,
 )
 
 
@@ -50,31 +58,27 @@ def cpu(**changes) -> Facts:
     return replace(ON_CPU, **changes)
 
 
-def versions(**changes) -> dict:
-    return GOOD.versions | changes
-
-
 def without(name: str) -> dict:
     return GOOD.versions | {name: None}
 
 
 GONE = Hook("batch_requests", "sglang.a.b", "why", "a.b: no b")
 CPU_GONE = Hook("cpu_last_loc", "sglang.c", "why", "no attribute c")
-WANTED = {"SGL_PREFIX_ATTN_KERNELS": "row_tiles"}
+WANTED = {"PREFIX_ATTN_KERNELS": "hopper"}
 FAULTS = {
     "old python": (gpu(python=(3, 9)), "python"),
     "no torch": (gpu(versions=without("torch")), "torch"),
-    "no sglang": (gpu(versions=without("sglang")), "sglang version"),
+    "no sglang": (gpu(sglang=None), "sglang"),
     "no flashinfer on a GPU": (gpu(versions=without("flashinfer-python")), "flashinfer-python"),
-    "other sglang": (gpu(versions=versions(sglang="0.5.9")), "sglang version"),
+    "other sglang": (gpu(sglang="0.5.9"), "sglang"),
     "not installed": (gpu(plugins=()), "plugin entry point"),
     "installed twice": (gpu(plugins=(OURS, OURS)), "plugin entry point"),
     "name taken": (gpu(plugins=(EntryPoint("other:f", "other"),)), "plugin entry point"),
     "excluded": (gpu(env={"SGLANG_PLUGINS": "a, b"}), "plugin filters"),
     "platform excluded": (cpu(env=CPU | {"SGLANG_PLUGINS": "prefix_attn"}), "plugin filters"),
     "other platform": (gpu(env={"SGLANG_PLATFORM": "vendor"}), "plugin filters"),
-    "bad value": (gpu(env={"SGL_PREFIX_ATTN_STRATEGY": "best"}), "settings"),
-    "unknown variable": (gpu(env={"SGL_PREFIX_ATTN_SPEED": "1"}), "settings"),
+    "bad value": (gpu(env={"PREFIX_ATTN_STRATEGY": "best"}), "settings"),
+    "unknown variable": (gpu(env={"PREFIX_ATTN_SPEED": "1"}), "settings"),
     "hook target gone": (gpu(hooks=(GONE,)), "hook batch_requests"),
     "CPU hook target gone": (cpu(hooks=(CPU_GONE,)), "hook cpu_last_loc"),
     "no device": (cpu(env={}), "device"),
@@ -82,8 +86,8 @@ FAULTS = {
     "old GPU": (gpu(arch=(7, 5)), "device"),
     "no compiler on a GPU": (gpu(compiler=""), "C compiler"),
     "a CC that is not there": (gpu(compiler="", env={"CC": "/no/cc"}), "C compiler"),
-    "row tiles on another GPU": (gpu(no_row_tiles="compute:8.0", env=WANTED), "kernels"),
-    "no calibration": (gpu(calibration="ImportError: x", calibration_source=""), "calibration"),
+    "Hopper's kernels on another GPU": (gpu(no_hopper="compute:8.0", env=WANTED), "kernels"),
+    "no calibration": (gpu(calibration="ImportError: x"), "calibration"),
 }
 
 
@@ -102,7 +106,7 @@ def test_each_fault_fails_its_check_and_says_what_to_do(name):
 
 
 def test_a_local_build_of_sglang_is_the_same_version():
-    case = gpu(versions=versions(sglang="0.5.17+cu130"))
+    case = gpu(sglang="0.5.17+cu130")
     assert doctor.works(run_checks(case))
 
 
@@ -117,7 +121,6 @@ def test_on_a_gpu_a_package_that_sglang_does_not_ask_for_is_a_warning():
 
 def test_requirements_of_the_installed_sglang_are_compared(monkeypatch):
     installed = {
-        "sglang": "0.5.17",
         "torch": "2.11.0+cu130",
         "numba": "0.66.0",
         "flashinfer-python": "0.6.14",
@@ -132,7 +135,6 @@ def test_requirements_of_the_installed_sglang_are_compared(monkeypatch):
     ]
     monkeypatch.setattr(doctor_facts.metadata, "requires", lambda name: asked)
     assert doctor_facts._unmet(installed) == {"flashinfer-python": "==0.6.15.post1"}
-    assert doctor_facts._unmet(installed | {"sglang": None}) == {}
 
 
 @pytest.fixture
@@ -163,11 +165,18 @@ def test_the_compiler_is_the_one_that_triton_calls(programs, monkeypatch):
 )
 def test_without_a_calibration_for_this_gpu_the_backend_works_with_a_warning(source, warning):
     """Or with one of other versions."""
-    found = {"calibration_source": source, "calibration_warning": warning}
-    checks = run_checks(gpu(calibration=f"calibration {source}: a.json", **found))
+    checks = run_checks(gpu(calibration=calibration(source, warning)))
     (check,) = [check for check in checks if check.status == WARN]
-    assert (check.name, check.detail) == ("calibration", f"32/8 heads: {source}: a.json")
+    said = f"32/8 heads, beside flashinfer: {source}: a.json"
+    assert (check.name, check.detail) == ("calibration", said)
     assert "sgl-prefix-attn calibrate" in check.fix and doctor.works(checks)
+
+
+@pytest.mark.parametrize("source", get_args(Source))
+def test_a_calibration_of_this_gpu_needs_no_other(source):
+    checks = run_checks(gpu(calibration=calibration(source, False)))
+    [check] = [check for check in checks if check.name == "calibration"]
+    assert (check.status == OK) is (source not in ("scaled", "conservative"))
 
 
 def test_the_calibration_of_a_gpu_is_looked_up(monkeypatch, tmp_path):
@@ -175,29 +184,30 @@ def test_the_calibration_of_a_gpu_is_looked_up(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA X1")
     properties = SimpleNamespace(multi_processor_count=100)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    message, *found = doctor_facts._calibration()
-    assert found == ["conservative", True] and "nothing is measured on NVIDIA X1" in message
+    found = doctor_facts._calibration("portable")
+    assert found.calibration.source == "conservative" and found.warning
+    assert "nothing is measured on NVIDIA X1" in found.message
 
 
 @pytest.mark.parametrize(("python", "newest"), [((3, 10), "0.5.21"), ((3, 11), "0.5.23")])
 def test_the_release_to_install_is_one_that_this_python_runs(python, newest):
-    checks = run_checks(gpu(python=python, versions=without("sglang")))
-    (check,) = [check for check in checks if check.name == "sglang version"]
+    checks = run_checks(gpu(python=python, sglang=None))
+    (check,) = [check for check in checks if check.name == "sglang"]
     assert check.fix == f"pip install sglang=={newest}"
     assert ("on Python 3.10 up to 0.5.21" in check.detail) == (python == (3, 10))
 
 
 def test_an_sglang_that_was_not_tried_is_a_warning():
-    checks = run_checks(gpu(versions=versions(sglang="0.5.99")))
+    checks = run_checks(gpu(sglang="0.5.99"))
     (check,) = [check for check in checks if check.status == WARN]
-    assert check.name == "sglang version" and doctor.works(checks)
+    assert check.name == "sglang" and doctor.works(checks)
     assert f"served as {RELEASES[-1].version}" in check.detail
 
 
 def test_the_models_that_prefix_kernels_run_are_named():
     detail = "bfloat16, float16; heads of 16 to 256 dimensions; 1 to 128 query heads per KV head"
     assert doctor_facts._models("NVIDIA H100") == detail
-    assert "float32" in doctor_facts._models("")
+    assert "float32; heads of any number of dimensions; 1 to" in doctor_facts._models("")
     (check,) = (c for c in run_checks(gpu(models=detail)) if c.name == "models")
     assert (check.status, check.detail) == (OK, f"{detail}; others run stock attention")
 
@@ -205,11 +215,10 @@ def test_the_models_that_prefix_kernels_run_are_named():
 @pytest.mark.parametrize(
     ("case", "says"),
     [
-        (GOOD, "32/8 heads: row tiles"),
-        (gpu(no_row_tiles="compute:8.0"), "32/8 heads: packs"),
-        (gpu(env={"SGL_PREFIX_ATTN_STRATEGY": "pat"}), "no row tiles (strategy:pat)"),
-        (gpu(env={"SGL_PREFIX_ATTN_KERNELS": "triton"}), "no row tiles (kernels:triton)"),
-        (ON_CPU, "packs (Triton, torch on a CPU), no row tiles (device:cpu)"),
+        (GOOD, "32/8 heads: Hopper kernels"),
+        (gpu(no_hopper="compute:8.0"), "32/8 heads: portable kernels"),
+        (gpu(env={"PREFIX_ATTN_KERNELS": "portable"}), "not Hopper's (kernels:portable)"),
+        (ON_CPU, "portable kernels (Triton, torch on a CPU), not Hopper's (device:cpu)"),
     ],
 )
 def test_the_kernels_of_a_server_are_named(case, says):
@@ -217,19 +226,27 @@ def test_the_kernels_of_a_server_are_named(case, says):
     assert check.status == OK and says in check.detail
 
 
-def test_row_tiles_that_failed_their_self_test_are_a_warning():
+def test_a_strategy_that_stops_the_start_is_a_failure():
+    env = {"PREFIX_ATTN_STRATEGY": "pat"}
+    (check,) = (c for c in run_checks(gpu(env=env)) if c.name == "kernels")
+    assert check.status == FAIL and "PREFIX_ATTN_KERNELS=portable" in check.detail
+    (check,) = (c for c in run_checks(gpu(env=env, no_hopper="x")) if c.name == "kernels")
+    assert check.status == OK
+
+
+def test_kernels_that_failed_their_self_test_are_a_warning():
     failed = replace(GOOD, failed_self_tests=(("28/4 heads: no end within 180 s", "/a/b.json"),))
     (check,) = (c for c in run_checks(failed) if c.name == "kernels")
     assert check.status == WARN and "28/4 heads: no end within 180 s" in check.detail
     assert check.fix.endswith("remove /a/b.json")
-    (check,) = (c for c in run_checks(replace(failed, no_row_tiles="x")) if c.name == "kernels")
+    (check,) = (c for c in run_checks(replace(failed, no_hopper="x")) if c.name == "kernels")
     assert check.status == OK, "they would not be tried anyway"
 
 
 def test_verdicts_are_looked_up_next_to_the_calibrations(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert doctor_facts._failed_self_tests("NVIDIA H100") == ()
-    subject = Subject.of("NVIDIA H100", HeadConfig(28, 4, 128), "float16", 0.0, store.versions())
+    subject = Subject("NVIDIA H100", HeadConfig(28, 4, 128), "float16", 0.0, store.versions())
     remember(store.verdict_folder(), Verdict(subject, "no end"))
     ((what, path),) = doctor_facts._failed_self_tests("NVIDIA H100")
     assert what == "28/4 heads of 128, float16: no end" and path.startswith(str(tmp_path))
@@ -237,19 +254,21 @@ def test_verdicts_are_looked_up_next_to_the_calibrations(monkeypatch, tmp_path):
     assert doctor_facts._failed_self_tests("NVIDIA H100") == ()
 
 
-@pytest.mark.parametrize(
-    ("capability", "why_not"), [((9, 0), None), ((10, 0), "compute:10.0"), (None, "TypeError")]
-)
-def test_whether_row_tiles_run_is_looked_up(capability, why_not, monkeypatch):
+@pytest.mark.parametrize(("capability", "why_not"), [((9, 0), None), ((10, 0), "compute:10.0")])
+def test_whether_hoppers_kernels_run_is_looked_up(capability, why_not, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    found = doctor_facts._no_row_tiles()
-    assert found == why_not or (why_not == "TypeError" and found.startswith(why_not))
+    assert doctor_facts._no_hopper() == why_not
+
+
+def test_what_fails_while_it_is_looked_up_is_said():
+    assert doctor_facts._tried(lambda: 1, str) == 1
+    assert doctor_facts._tried(lambda: 1 / 0, str) == "ZeroDivisionError: division by zero"
 
 
 def test_without_sglang_no_hook_is_blamed():
-    failed = [c for c in run_checks(gpu(versions=without("sglang"))) if c.fix]
-    assert [check.name for check in failed] == ["sglang", "sglang version"]
-    assert failed[1].fix == f"pip install sglang=={RELEASES[-1].version}"
+    failed = [c for c in run_checks(gpu(sglang=None)) if c.fix]
+    assert [check.name for check in failed] == ["sglang"]
+    assert failed[0].fix == f"pip install sglang=={RELEASES[-1].version}"
 
 
 def test_what_the_cpu_can_do_without():
@@ -263,12 +282,13 @@ def test_what_the_cpu_can_do_without():
     ("text", "is_asked"), [("1", True), (" 1 ", True), ("0", False), (" ", False), ("2", False)]
 )
 def test_the_cpu_platform_is_asked_for_as_the_settings_read_it(text, is_asked):
-    case = cpu(env={"SGL_PREFIX_ATTN_CPU_PLATFORM": text})
+    case = cpu(env={"PREFIX_ATTN_CPU_PLATFORM": text})
     status = {check.name: check.status for check in run_checks(case)}
     assert status["device"] == (OK if is_asked else FAIL)
     assert status["settings"] == (FAIL if text == "2" else OK)
 
 
+@pytest.mark.slow  # imports SGLang
 def test_a_target_that_is_gone_is_seen(monkeypatch):
     patch = pytest.importorskip("sgl_prefix_attn.patches.cpu_no_triton")
     assert doctor_facts._hook("cpu_no_triton") == ("cpu_no_triton", patch.TARGET, patch.WHY, "")
@@ -286,17 +306,11 @@ def test_every_patch_is_a_hook_of_the_release():
     assert files == {name for r in RELEASES for name in (*r.hooks, *r.cpu_hooks)}
 
 
-def test_the_trees_are_those_of_the_installed_release(monkeypatch):
-    for version, tree in (("0.5.17", "RadixCache,"), ("0.5.23", "in Rust")):
-        facts = [doctor_facts._first_line(r) for r in doctor_facts._release(version).readers]
-        (check,) = [c for c in run_checks(gpu(trees=tuple(facts))) if "tree" in c.name]
-        assert tree in check.detail
-
-
+@pytest.mark.slow  # imports SGLang
 @pytest.mark.parametrize("opted_in", ["0", "1"])
 def test_the_command_on_this_machine(opted_in, monkeypatch, capsys):
     monkeypatch.setattr(doctor_facts, "_gpu", lambda: ("", None))
-    monkeypatch.setenv("SGL_PREFIX_ATTN_CPU_PLATFORM", opted_in)
+    monkeypatch.setenv("PREFIX_ATTN_CPU_PLATFORM", opted_in)
     monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
     monkeypatch.setenv("CC", "/nonexistent/cc")
     status = main.main(["doctor", "--json"])
@@ -308,6 +322,14 @@ def test_the_command_on_this_machine(opted_in, monkeypatch, capsys):
     assert report["ok"] is (status == 0)
     failed = [check["name"] for check in report["checks"] if check["status"] == FAIL]
     assert failed == ([] if opted_in == "1" else ["device"])
+
+
+def test_the_report_fits_a_page_in_a_pipe_too(monkeypatch, capsys):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(doctor, "gather", lambda: gpu(plugins=(), models="x " * 99))
+    main.main(["doctor"])
+    lines = capsys.readouterr().out.splitlines()
+    assert 90 < max(map(len, lines)) <= 100
 
 
 def test_the_table_names_what_fails_and_the_fix(monkeypatch, capsys):

@@ -5,14 +5,22 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from sgl_prefix_attn.plan import CostModel
+from sgl_prefix_attn.plan.costs import CostModel
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.profit import choose_packing
 from sgl_prefix_attn.records import HeadConfig, Packing
-from tests.support.forests import PROFIT_LENGTHS, bytes_only, path_table, path_tables, random_paths
+from tests.support.examples import examples
+from tests.support.forests import (
+    PROFIT_LENGTHS,
+    bytes_only,
+    kernel_costs,
+    path_table,
+    path_tables,
+    random_paths,
+)
 
 HEADS = [HeadConfig(8, 8, 64), HeadConfig(32, 8, 128), HeadConfig(28, 4, 128), HeadConfig(7, 1, 80)]
 BASELINES = ("query", "naive", "pat")
@@ -45,7 +53,7 @@ def own_cost(forest, packing, costs: CostModel) -> float:
     for (_, end, start), rows in queries_of.items():
         tile_rows = -(-len(rows) * costs.group_size // costs.row_step) * costs.row_step
         kv_len = end - start
-        total += max(kv_len * costs.kv_token, kv_len * tile_rows * costs.mma_row) + costs.pack
+        total += max(kv_len * costs.kv_token, kv_len * tile_rows * costs.mma_row) + costs.item
     return total
 
 
@@ -78,10 +86,10 @@ def cost_of(forest, strategy, costs) -> float:
 def test_calibrated_equals_brute_force_under_byte_costs():
     forests = (build_forest(random_paths(s, 6, 6, PROFIT_LENGTHS)) for s in itertools.count())
     fitting = (f for f in forests if 5 <= edges(f) <= 8 and f.parent.size >= 2)
-    models = itertools.cycle(itertools.product((1, 2, 4), HEADS))
     answers = set()
-    for forest, (kv_bytes, heads) in itertools.islice(zip(fitting, models, strict=False), 120):
-        costs = bytes_only(heads, kv_bytes)
+    models = itertools.cycle(HEADS)
+    for forest, heads in itertools.islice(zip(fitting, models, strict=False), 120):
+        costs = bytes_only(heads)
         chosen = choose_packing(forest, "calibrated", costs)
         assert own_cost(forest, chosen, costs) == pytest.approx(best_cost(forest, costs))
         answers.add((chosen.node.any() or chosen.tail.any(), chosen.tail.all()))
@@ -121,11 +129,11 @@ def alike_forests(draw, max_edges=10):
     st.sampled_from([1, 4, 16]),
     st.sampled_from([0.01, 1.0, 30.0]),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_calibrated_is_exact_with_tile_rounding_where_children_are_alike(
     forest, heads, gpu, row_step, mma
 ):
-    costs = CostModel.for_gpu(gpu, heads)
+    costs = kernel_costs(heads, gpu)
     costs = replace(costs, row_step=row_step, mma_row=costs.mma_row * mma)
     cost = cost_of(forest, "calibrated", costs)
     assert cost == pytest.approx(best_cost(forest, costs))
@@ -142,11 +150,11 @@ def test_calibrated_is_exact_with_tile_rounding_where_children_are_alike(
 @example(LARGE[1], HEADS[1], "bytes", 1.0)
 @example(LARGE[1], HEADS[2], "bytes", 1.0)
 @example(LARGE[0], HEADS[3], "bytes", 1.0)
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_calibrated_is_never_worse_than_the_extremes_nor_pat_in_bytes(paths, heads, gpu, mma):
     """Merging all of a node's children and merging none are always among the cuts."""
     forest = build_forest(paths)
-    costs = bytes_only(heads) if gpu == "bytes" else CostModel.for_gpu(gpu, heads)
+    costs = bytes_only(heads) if gpu == "bytes" else kernel_costs(heads, gpu)
     costs = replace(costs, mma_row=costs.mma_row * mma)
     cost = cost_of(forest, "calibrated", costs)
     others = BASELINES if gpu == "bytes" else ("query", "naive")
@@ -170,8 +178,7 @@ def test_calibrated_keeps_some_children_and_merges_others():
 
 
 PLAIN = CostModel(
-    kv_token=1.0, mma_row=0.0, partial=1.0, item=0.0, pack=0.0, launch=0.0, chain=0.0,
-    group_size=4, num_kv_heads=8, row_step=1,
+    kv_token=1.0, mma_row=0.0, partial=1.0, item=0.0, group_size=4, row_step=1
 )  # fmt: skip
 
 

@@ -4,9 +4,10 @@ import copy
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 
 from sgl_prefix_attn.plan.forest import build_forest
+from tests.support.examples import examples
 from tests.support.forests import path_table, path_tables, random_paths, sharers
 
 
@@ -39,7 +40,7 @@ def check_forest(paths):
 
 @given(path_tables())
 @example(random_paths(113, 113, 40))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_nodes_are_the_maximal_shared_stretches(paths):
     before = copy.deepcopy(paths)
     check_forest(paths)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sgl_prefix_attn.engine.asked_tokens import committed
-from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
+from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.records import Decision, HeadConfig
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.step.policy import LENGTHS_AWAITED, STOCK_STEPS
@@ -67,7 +67,7 @@ class FailingTiles(Failing):
 
     def __init__(self, *failing_calls):
         super().__init__(*failing_calls)
-        self.planner = RowTilePlanner(HeadConfig(8, 2, 32), num_sms=16)
+        self.planner = Planner(HeadConfig(8, 2, 32), num_sms=16)
         self.tile_queries = self.planner.tile_queries
 
 
@@ -167,7 +167,7 @@ class Border:
 
     source = "measured"
 
-    def stock(self, seq_lens, unique):
+    def stock(self, seq_lens, unique, query_lens=None):
         return 1e4 if seq_lens.max() > 41 + 27 else 1.0
 
     def prefix(self, plan):

@@ -76,13 +76,48 @@ def test_kv_is_exported_in_bytes_of_all_layers_and_in_tokens_of_one(world, regis
         assert value("kv_bytes_total", kind=kind) == count * token_bytes
 
 
+def test_the_share_of_kv_that_was_saved_is_that_of_the_last_interval(world, registry, value):
+    exporter = PrometheusExporter(SIZE, registry)
+    steps = preparer(counters=StepCounters(exporter, DecodeLog(2, SIZE)))
+    run(steps, world, 1)
+    assert value("kv_saved_share") == 0
+    run(steps, world, 2)
+    # (40 + 4 * 2) + (40 + 4 * 3) of 4 * (42 + 43) tokens
+    assert value("kv_saved_share") == pytest.approx(1 - 100 / 340)
+    run(steps, world, 3, LMCRadixCache())
+    assert value("kv_saved_share") == pytest.approx(1 - 100 / 340)
+    run(steps, world, 4, LMCRadixCache())
+    assert value("kv_saved_share") == 0
+
+
+def test_every_metric_says_whose_it_is(world, registry):
+    labels = {"model_name": "llama", "tp_rank": 0}
+    exporter = PrometheusExporter(SIZE, registry, labels)
+    steps = preparer(counters=StepCounters(exporter), predictor=Times(stock=30.0, prefix=20.0))
+    for grown in (1, 2, 3, 4):
+        run(steps, world, grown)
+    steps.counters.fallback("fa3", "asked")
+    samples = [sample for metric in registry.collect() for sample in metric.samples]
+    names = {sample.name for sample in samples}
+    assert {
+        "sglang:prefix_attn_kv_saved_share",
+        "sglang:prefix_attn_fallback_info",
+        "sglang:prefix_attn_steps_total",
+        "sglang:prefix_attn_check_mismatches_total",
+        "sglang:prefix_attn_decode_interval_seconds_count",
+    } <= names
+    for sample in samples:
+        assert labels.keys() <= sample.labels.keys(), sample.name
+        assert (sample.labels["model_name"], sample.labels["tp_rank"]) == ("llama", "0")
+
+
 def test_plans_are_exported_by_cause_with_their_parts(world, registry, value):
     steps = exported(registry, Settings(headroom=1))
     plans = [run(steps, world, grown).new_plan for grown in (1, 2, 3)]
     assert plans[1] is None
     assert value("plans_total", cause="first") == value("plans_total", cause="headroom") == 1
     made = [plans[0].stats, plans[2].stats]
-    assert value("plan_packs_total") == sum(stats.num_packs for stats in made) == 2 * 5
+    assert value("plan_tiles_total") == sum(stats.num_tiles for stats in made) > 0
     assert value("plan_work_items_total") == sum(stats.num_items for stats in made) > 0
 
 
@@ -220,7 +255,7 @@ def test_a_line_every_interval_says_what_came_since_the_last(world, lines):
         "Prefix attention, #step: 2, prefix (default): 2, KV read: 0.100 GB, "
         "KV saved: 0.240 GB (70.6%), #plan: 1 (first 1), planning (ms): "
     )
-    assert first.endswith(f"last plan: #pack: 5, #work-item: {stats.num_items}")
+    assert first.endswith(f"last plan: {stats.num_tiles} tiles in {stats.num_items} work items")
     assert "#step: 2, prefix (default): 1, stock (tree:LMCRadixCache): 1, " in second
     # 40 + 4 * 4 and 4 * 45 tokens; without sharing 4 * (44 + 45)
     assert "KV read: 0.236 GB, KV saved: 0.120 GB (33.7%), #plan: 0, planning (ms): 0.00" in second
@@ -229,7 +264,7 @@ def test_a_line_every_interval_says_what_came_since_the_last(world, lines):
 def test_a_model_without_layers_of_its_own_has_a_line_all_the_same(world, lines):
     """As SGLang's Transformers backend, whose layers are no modules of the model."""
     counters = StepCounters(decode_log=DecodeLog(1, KvSize.of([], 2)))
-    run(preparer(counters=counters, model_problem="layers:none"), world, 1)
+    run(preparer(counters=counters, problem="layers:none"), world, 1)
     (line,) = lines()
     assert "stock (layers:none): 1, KV read: 0.000 GB, KV saved: 0.000 GB (0.0%)" in line
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_prefix_attn.execute import reference
-from sgl_prefix_attn.execute import row_tile_reference as oracle
-from sgl_prefix_attn.kernels.gluon import words as W
+from sgl_prefix_attn.execute import interpreter as oracle
+from sgl_prefix_attn.execute.full_attention import full_attention
+from sgl_prefix_attn.kernels import words as W
 from sgl_prefix_attn.plan.forest import build_forest
-from sgl_prefix_attn.plan.query_rows import cut_at_requests, order_leaves
-from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
+from sgl_prefix_attn.plan.leaves import cut_at_requests, order_leaves
+from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.records import HeadConfig
+from tests.support.examples import chosen, examples
 from tests.support.forests import path_table, path_tables, random_paths
 from tests.support.multi_token import (
     CHAIN_FAULTS,
@@ -23,17 +24,27 @@ from tests.support.multi_token import (
     asked_paths,
     multi_token,
 )
-from tests.support.row_tile_blocks import poisoned_blocks
+from tests.support.plan_blocks import poisoned_blocks
 
-HEADS = (HeadConfig(8, 2, 8), HeadConfig(7, 1, 8), HeadConfig(2, 2, 8), HeadConfig(16, 1, 8))
+HEADS = (
+    HeadConfig(8, 2, 8), HeadConfig(7, 1, 8), HeadConfig(2, 2, 8), HeadConfig(16, 1, 8),
+    HeadConfig(12, 1, 12, 8),
+)  # fmt: skip
 
 
-def planner(heads: HeadConfig) -> RowTilePlanner:
+def planner(heads: HeadConfig) -> Planner:
     """Of a small GPU, so that few queries fill it and few blocks are split."""
-    return RowTilePlanner(heads, num_sms=16)
+    return Planner(heads, num_sms=16)
 
 
-def check(plan, asked: MultiToken, spoil=lambda words: None) -> None:
+def answers(queries):
+    return full_attention(
+        queries.q, queries.k, queries.v, queries.req_to_token, queries.pool, queries.seq_lens,
+        sm_scale=queries.sm_scale, logits_soft_cap=queries.soft_cap,
+    )  # fmt: skip
+
+
+def check(plan, asked: MultiToken, spoil=lambda words: None, full=None) -> None:
     """Every query's output and LSE are full attention's, in fp64, over blocks that were poison."""
     requests, queries = asked.requests, asked.queries
     words = torch.from_numpy(plan.words.copy())
@@ -42,10 +53,7 @@ def check(plan, asked: MultiToken, spoil=lambda words: None) -> None:
     oracle.fill(words, requests.req_to_token, requests.pool, blocks)
     options = {"sm_scale": queries.sm_scale, "logits_soft_cap": queries.soft_cap}
     out, lse = oracle.execute(words, queries.q, queries.k, queries.v, blocks, **options)
-    want, want_lse = reference.full_attention(
-        queries.q, queries.k, queries.v, queries.req_to_token, queries.pool, queries.seq_lens,
-        **options,
-    )  # fmt: skip
+    want, want_lse = full or answers(queries)
     torch.testing.assert_close(out, want, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(lse, want_lse.values, rtol=1e-9, atol=1e-9)
 
@@ -55,22 +63,41 @@ def check_cuts(paths, query_lens, heads, most=4, **options) -> None:
     made = planner(heads)
     forest = build_forest(asked.requests.paths, asked.query_lens)
     cuts = sorted(made.cuts(forest), key=lambda cut: cut.us)
-    for cut in cuts[:: max(1, len(cuts) // most)]:
-        check(made.serialize(forest, cut), asked)
+    full = answers(asked.queries)
+    for cut in chosen(cuts, most):
+        check(made.serialize(forest, cut), asked, full=full)
 
 
-@given(asked_paths(), st.sampled_from(HEADS), st.sampled_from([0.0, 3.0]))
-@settings(max_examples=25, deadline=None)
+@given(asked_paths(most=200), st.sampled_from(HEADS), st.sampled_from([0.0, 3.0]))
+@examples(25)
 def test_every_cut_computes_causal_attention(asked, heads, soft_cap):
     check_cuts(*asked, heads, soft_cap=soft_cap)
 
 
+MANY = path_table([(-1, 130), (0, 65)], [0, 1, 1, 0, -1, 1, 0, -1] + [1] * 6, [1, 63] * 7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_lengths_from_1_to_120_in_one_batch(heads):
+    """The longest fill tiles of their own with each of these heads but the third."""
+    check_cuts(MANY, [n if n <= 120 else 1 for n in QUERY_LENS], heads, most=3)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_lengths_from_1_to_512_in_one_batch(heads):
-    paths = path_table([(-1, 130), (0, 65)], [0, 1, 1, 0, -1, 1, 0, -1] + [1] * 6, [1, 63] * 7)
-    check_cuts(paths, QUERY_LENS, heads, most=3)
+    check_cuts(MANY, QUERY_LENS, heads, most=3)
 
 
+@pytest.mark.long
+@given(asked_paths(), st.sampled_from(HEADS), st.sampled_from([0.0, 3.0]))
+@examples(25)
+def test_every_cut_of_long_chains_computes_causal_attention(asked, heads, soft_cap):
+    check_cuts(*asked, heads, soft_cap=soft_cap)
+
+
+@pytest.mark.slow
 def test_odd_lengths_that_share_nothing():
     check_cuts(path_table([], [-1] * 3, [1, 63, 4097]), [512, 63, 5], HEADS[1], most=3)
 
@@ -81,7 +108,7 @@ def test_pages():
 
 
 @given(path_tables(max_batch=40), st.sampled_from(HEADS))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_one_query_each_reads_as_much_as_a_decode_step(paths, heads):
     made = planner(heads)
     decode, one_each = made.plan(paths), made.plan(paths, np.ones(paths.leaf.size, np.int32))
@@ -91,7 +118,7 @@ def test_one_query_each_reads_as_much_as_a_decode_step(paths, heads):
 
 
 @given(asked_paths(), st.sampled_from(HEADS))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_queries_stand_in_runs(asked, heads):
     """Requests' queries side by side and in their order, those below each node in its range."""
     paths, lens = asked

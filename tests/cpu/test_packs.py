@@ -1,13 +1,14 @@
 """Forest + packing -> packs: runs of merged nodes, each position of each request covered once."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.packs import make_packs
 from sgl_prefix_attn.plan.profit import choose_packing
 from sgl_prefix_attn.records import HeadConfig, Packing
+from tests.support.examples import examples
 from tests.support.forests import bytes_only, path_tables
 
 COSTS = bytes_only(HeadConfig(8, 2, 64))
@@ -59,7 +60,7 @@ def as_dict(packs, forest):
 
 
 @given(merged_forests())
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_packs_are_the_runs_of_merged_nodes(case):
     forest, packing = case
     packs = make_packs(forest, packing)
@@ -73,7 +74,7 @@ def test_packs_are_the_runs_of_merged_nodes(case):
 
 
 @given(path_tables(max_nodes=12))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_naive_is_one_pack_a_node_and_query_one_a_request(paths):
     forest = build_forest(paths)
     batch, num_nodes = forest.tail_parent.size, forest.parent.size

@@ -1,26 +1,30 @@
 """The pages: links resolve, files that they name exist, and the worked example is what we print."""
 
+import importlib.util
 import re
+import subprocess
 from io import StringIO
 from pathlib import Path
-from statistics import geometric_mean
 
-import orjson
 import pytest
 from rich.console import Console
 
-from eval.bench_agents.agent_tables import wall_ratios
+from eval.pages import blocks
 from sgl_prefix_attn import __version__
-from sgl_prefix_attn.cli import main
-from sgl_prefix_attn.cli.explain_command import plan_view
-from sgl_prefix_attn.explain import text
+from sgl_prefix_attn.tools import main
+from sgl_prefix_attn.tools.explain import text
+from sgl_prefix_attn.tools.explain_command import plan_view
+from sgl_prefix_attn.tools.plan_spec import read_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+RESULTS = sorted((ROOT / "eval/results").glob("*.md"))
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"`([\w./-]+\.(?:py|json|jsonl|txt|log|png))`")
+IN_FILE = re.compile(r"`(\w+)`\s+in\s+`([\w./-]+\.py)`")
 TEST = re.compile(r"`([\w./-]+\.py)::(\w+)`")
+COMMAND = re.compile(r"python\s+-m\s+((?:eval|sgl_prefix_attn)[\w.]*)")
 # Where a page's file names may begin.
 FOLDERS = ("", "sgl_prefix_attn", "eval/results", "tests/gpu")
 # Named, but not of this repository: what runs leave behind, and other projects' files.
@@ -42,7 +46,7 @@ def test_the_pages_are_found():
     assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md"} <= set(NAMES)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+@pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=lambda page: page.stem)
 def test_every_relative_link_resolves(page):
     for target in LINK.findall(re.sub(r"`[^`\n]*`", "", prose(page))):
         if re.match(r"[a-z]+:", target):
@@ -62,48 +66,77 @@ def test_every_file_that_is_named_exists(page):
         assert any((ROOT / folder / name).exists() for folder in FOLDERS), name
     for name, test in TEST.findall(prose(page)):
         assert f"def {test}(" in (ROOT / name).read_text(), f"{name}::{test}"
+    for word, name in IN_FILE.findall(prose(page)):
+        texts = [(ROOT / f / name).read_text() for f in FOLDERS if (ROOT / f / name).exists()]
+        assert any(re.search(rf"\b{word}\b", text) for text in texts), f"{word} in {name}"
+
+
+COMMIT = re.compile(r"\b(?=\d*[a-f])(?=[a-f]*\d)[0-9a-f]{7}\b")
+
+
+def test_every_commit_that_is_cited_is_in_the_repository():
+    def git(*args):
+        return subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True)
+
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        pytest.skip("no repository with its whole history")
+    texts = [page.read_text() for page in [*PAGES, *RESULTS]]
+    cited = {name for text in texts for name in COMMIT.findall(text)}
+    assert len(cited) > 20
+    missing = {name for name in cited if git("cat-file", "-e", f"{name}^{{commit}}").returncode}
+    assert missing == set()
+
+
+@pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=lambda page: page.stem)
+def test_every_command_that_is_named_exists(page):
+    """But for those of result files, which are of the file's commit."""
+    if page.name == "CHANGELOG.md":
+        return  # names what was there then
+    for name in set(COMMAND.findall(blocks.BLOCK.sub("", page.read_text()))):
+        assert importlib.util.find_spec(name.rstrip(".")), name
 
 
 def test_the_readme_is_one_page():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 90
 
 
-def test_the_readme_s_first_numbers_are_the_result_files():
-    def rows(name):
-        return orjson.loads((ROOT / f"eval/results/{name}.json").read_bytes())["rows"]
+# --- numbers: measurements stand in generated tables (tests/eval/test_report.py), never in prose --
+MEASURED = re.compile(
+    r"\d\.\d|\d ?%|\d (?:us|µs|ms|microseconds|seconds|s|[TG]B/s|TFLOP/s|times|tokens/s)\b"
+)
+# Versions, sections of papers, names, and limits that somebody set.
+SET = re.compile(
+    r"\d+\.\d+\.\d+|§\d+(?:\.\d+)?|(?:Python|capability|Apache-) ?\d+\.\d+"
+    r"|(?:Llama-|Qwen|GLM-|Ernie|Step-) ?\d+\.\d+"
+    r"|3\.1[0-2]|at most 1\.\d\d|more than 3 % and 2 us|by 1 % and 1 us|95 % intervals|At 70 %"
+)
+NUMBER_PAGES = [page for page in PAGES if page.name not in ("CHANGELOG.md", "kernel-log.md")]
 
-    loads: dict[str, dict[str, float]] = {}
-    for row in rows("serving_h200"):
-        loads.setdefault(row["load"], {})[row["backend"]] = row["output_tokens_per_s"]
-    served, unshared = loads["gsp"], loads["unshared"]
-    h100 = {row["backend"]: row["output_tokens_per_s"] for row in rows("serving_h100")}
-    even = unshared["prefix"] / max(unshared["default"], unshared["flashinfer"])
-    agents = rows("agents_h200")
-    ratios = wall_ratios(agents)
-    mean = geometric_mean(r for (_, backend), r in ratios.items() if backend == "prefix")
-    batch = {row["workload"]: row["ratio"] for row in rows("engine_h200_sglang_0.5.23")
-             if row["backend"] == "flashinfer/prefix"}  # fmt: skip
-    page = " ".join((ROOT / "README.md").read_text().split())
-    first_screen = page.partition(" ## ")[0]
-    for said in (
-        f"**{served['prefix']:,.0f} output tokens/s",
-        f"default reaches {served['default']:,.0f}**",
-        f"backend {served['flashinfer']:,.0f}.",
-        f"0.5.17: {h100['prefix']:,.0f}, {h100['default']:,.0f} and {h100['flashinfer']:,.0f}.",
-        f"With nothing shared, throughput is **{even:.3f}** times that of the faster one",
-        f"{agents[0]['count']} agent programs at once takes **{mean:.2f}** of the time",
-    ):
-        assert said in first_screen, said
-    assert f"take {batch['shared8k']:.3f} of" in page
-    assert f"share nothing {batch['unshared']:.3f}." in page
-    chains, apart = (rows(f"speculative_{name}")[1]["ratio"] for name in ("h100", "unshared_h100"))
-    assert f"it is {chains:.2f} of the default's on an H100, and {apart:.3f}." in page
+
+def told(page: Path) -> str:
+    """A page without generated tables, code, where links lead, and what is no measurement."""
+    text = re.sub(r"^ {4}.*$", "", blocks.BLOCK.sub("", prose(page)), flags=re.MULTILINE)
+    return SET.sub("", LINK.sub("]", re.sub(r"`[^`\n]*`", "", text)))
+
+
+@pytest.mark.parametrize("page", NUMBER_PAGES, ids=lambda page: page.name)
+def test_measurements_are_not_typed_into_prose(page):
+    found = [line for line in told(page).splitlines() if MEASURED.search(line)]
+    assert found == [], "a table of eval/pages says it, or it leaves"
+
+
+def test_a_measurement_in_prose_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    for typed in ("takes 0.66 of", "is 3 % slower", "a plan of 45 us", "11,321 tokens/s"):
+        page.write_text(f"With SGLang 0.5.23 it {typed}.\n")
+        assert MEASURED.search(told(page)), typed
 
 
 def test_the_worked_example_is_what_explain_prints():
-    arguments = ["explain", str(ROOT / "docs/images/six-requests.json"), "--kernels", "triton"]
+    arguments = ["explain", str(ROOT / "docs/images/six-requests.json")]
     console = Console(width=100, file=StringIO(), highlight=False)
-    console.print(text.render(plan_view(main.build_parser().parse_args(arguments))[0]))
+    paths, _ = read_spec(arguments[1])
+    console.print(text.render(plan_view(paths, main.build_parser().parse_args(arguments))))
     page = (ROOT / "docs/architecture.md").read_text()
     for line in console.file.getvalue().splitlines():
         assert line.rstrip() in page, f"docs/architecture.md lacks: {line}"

@@ -53,9 +53,8 @@ def test_the_less_was_measured_the_more_has_to_be_promised():
 
 
 def test_a_decision_says_what_it_rests_on():
-    decision = at(2.0, strategy="pat")
-    assert (decision.predicted, decision.strategy) == (Prediction(20.0, 10.0), "pat")
-    assert at(0.5).predicted == Prediction(5.0, 10.0) and at(0.5).strategy is None
+    assert at(2.0).predicted == Prediction(20.0, 10.0)
+    assert at(0.5).predicted == Prediction(5.0, 10.0)
 
 
 @pytest.mark.parametrize("policy", ["prefix", "stock"])

@@ -1,15 +1,15 @@
 """The profit models that are not calibrated: PAT's Algorithm 1 and FastTree's cost, by hand."""
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sgl_prefix_attn.plan import CostModel
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.packs import make_packs
 from sgl_prefix_attn.plan.profit import STRATEGIES, choose_packing
 from sgl_prefix_attn.records import HeadConfig
-from tests.support.forests import bytes_only, path_table, path_tables
+from tests.support.examples import examples
+from tests.support.forests import bytes_only, kernel_costs, path_table, path_tables
 
 HEADS = HeadConfig(8, 8, 64)
 
@@ -144,7 +144,7 @@ def fasttree(forest, group):
 
 
 @given(path_tables(max_nodes=12, max_batch=20), st.sampled_from([1, 4, 7]))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_compute_is_fasttrees_greedy_pass(paths, group):
     forest = build_forest(paths)
     costs = bytes_only(HeadConfig(group, 1, 64))
@@ -155,11 +155,11 @@ def test_compute_is_fasttrees_greedy_pass(paths, group):
 # --- all ------------------------------------------------------------------------------------------
 @given(path_tables(max_nodes=12))
 @example(path_table([], [-1], [1]))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_roots_have_nothing_to_merge_with(paths):
     forest = build_forest(paths)
     for strategy in STRATEGIES:
-        packing = choose_packing(forest, strategy, CostModel.for_gpu("H100", HEADS))
+        packing = choose_packing(forest, strategy, kernel_costs(HEADS, "H100"))
         assert packing.node.dtype == packing.tail.dtype == bool
         assert not packing.node[forest.parent < 0].any()
         assert not packing.tail[forest.tail_parent < 0].any()

@@ -4,13 +4,13 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_prefix_attn.patches import checkpoint_remaps, remaps, unified_remaps
 from sgl_prefix_attn.paths.readers import reader_of, unsupported_tree
 from sgl_prefix_attn.paths.tree_reader import RunningBatch, TreeInvariantError, check_paths
-from sgl_prefix_attn.plugin.versions import RELEASES
+from tests.support.examples import examples
 from tests.support.fake_sglang import (
     CORES,
     TREES,
@@ -53,7 +53,7 @@ def check(paths, world, grown=1):
 
 @every_tree
 @given(PROMPTS)
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_paths_are_the_tree(tree, prompts):
     world = world_of(prompts, tree)
     paths = read(world)
@@ -70,7 +70,7 @@ def test_paths_are_the_tree(tree, prompts):
 
 @every_tree
 @given(PROMPTS, st.data())
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_check_finds_any_wrong_length(tree, prompts, data):
     world = world_of(prompts, tree)
     paths = read(world)
@@ -163,7 +163,8 @@ def test_other_caches_are_refused_with_their_name():
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
     [
-        ("tree_components", (0, 1), "tree:components"),
+        ("tree_components", (0, 2, 3), "tree:components"),
+        ("tree_components", (2,), "tree:components"),
         ("buffer_pipeline", object(), "tree:hicache_buffer_only"),
         ("linker", object(), "tree:linker"),
         ("tree_core", type("RustTreeCore", (), {})(), "tree:RustTreeCore"),  # shows no path
@@ -179,6 +180,18 @@ def test_hicache_of_the_unified_tree_is_read():
     cache = World(tree="unified_by_path").cache
     cache.cache_controller, cache.buffer_pipeline = object(), None
     assert unsupported_tree(cache) is None
+
+
+@pytest.mark.parametrize("other", [1, 2])
+@pytest.mark.parametrize("tree", CORES)
+def test_slots_and_states_beside_the_slots_of_full_attention_change_no_path(tree, other):
+    world = world_of([[0, 1, 2], [0, 1, 3]], tree)
+    alone = read(world)
+    world.cache.tree_components = (0, other)
+    assert read(world).length.tolist() == alone.length.tolist()
+    check(read(world), world)
+    world.cache.cache_controller = object()
+    assert unsupported_tree(world.cache) == "tree:hicache_components"
 
 
 @pytest.mark.parametrize("tree", TREES)
@@ -248,10 +261,3 @@ def test_remaps_are_counted_for_each_cache(tree):
 def test_one_count_serves_the_hooks_on_all_trees():
     assert remaps.hook is unified_remaps.hook is checkpoint_remaps.hook
     assert len({patch.TARGET for patch in (remaps, unified_remaps, checkpoint_remaps)}) == 3
-
-
-def test_the_release_table_names_the_readers_that_are_chosen():
-    caches = [RadixCache(), ChunkCache(), *(World(tree=tree).cache for tree in CORES)]
-    chosen = {type(reader_of(cache)).__module__ for cache in caches}
-    named = {name for release in RELEASES for name in release.readers}
-    assert {f"sgl_prefix_attn.paths.{name}" for name in named} == chosen

@@ -4,20 +4,23 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_prefix_attn.execute import reference
+from sgl_prefix_attn.execute.full_attention import full_attention
 from sgl_prefix_attn.execute.params import Capacity
-from sgl_prefix_attn.plan import STRATEGIES
+from sgl_prefix_attn.kernels import words as W
+from sgl_prefix_attn.plan.profit import STRATEGIES
 from sgl_prefix_attn.records import HeadConfig, PlanTooLarge
+from tests.support.examples import examples
 from tests.support.forests import path_table, path_tables, planner, random_paths
 from tests.support.problems import assert_attention, make_problem, plain_attention
-from tests.support.running import append, loaded, run
+from tests.support.running import append, load, loaded, run
 
 HEADS = [
     HeadConfig(1, 1, 32), HeadConfig(7, 1, 32), HeadConfig(28, 4, 64), HeadConfig(40, 8, 80),
     HeadConfig(8, 4, 96), HeadConfig(16, 1, 128), HeadConfig(12, 4, 256),
+    HeadConfig(16, 1, 576, 512), HeadConfig(20, 1, 40, 32),
 ]  # fmt: skip
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -40,7 +43,7 @@ def check(problem, plan, grown=0):
     st.sampled_from([0.0, 0.0, 5.0]),
     st.integers(0, 99),
 )
-@settings(max_examples=200, deadline=None)
+@examples(60)
 def test_executor_is_full_attention(paths, heads, dtype, strategy, soft_cap, seed):
     problem = make_problem(paths, heads, dtype, soft_cap=soft_cap, seed=seed)
     check(problem, planner(heads, strategy).plan(paths), grown=seed % 3)
@@ -85,13 +88,34 @@ def test_a_plan_that_is_too_large_leaves_the_current_one():
     assert_attention(problem, *run(made, problem))
 
 
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        (W.H_VERSION, "have layout"),
+        (W.H_TILE_ROWS, "tiles have"),
+        (W.H_PART_TOKENS, "parts have"),
+    ],
+)
+def test_a_plan_for_other_kernels_leaves_the_current_one(word, message):
+    heads = HeadConfig(8, 2, 32)
+    problem = make_problem(random_paths(2, 30, 20), heads)
+    plan, other = (planner(heads, "naive").plan(problem.paths) for _ in range(2))
+    made = loaded(problem, plan)
+    other.words[word] += 1
+    other.words[W.H_NUM_ITEMS] = 0
+    with pytest.raises(ValueError, match=message):
+        load(made, problem, other)
+    assert made.plan is plan
+    assert_attention(problem, *run(made, problem))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 @pytest.mark.parametrize("soft_cap", [0.0, 5.0])
 def test_ground_truth_is_plain_attention(dtype, soft_cap):
-    """reference.full_attention against this suite's own formulation."""
+    """full_attention against this suite's own formulation."""
     paths = random_paths(4, 7, 6)
     problem = make_problem(paths, HEADS[2], torch.float16, soft_cap=soft_cap)
-    out, lse = reference.full_attention(
+    out, lse = full_attention(
         problem.q, problem.k, problem.v, problem.req_to_token, problem.pool, problem.seq_lens,
         sm_scale=problem.sm_scale, logits_soft_cap=soft_cap, dtype=dtype,
     )  # fmt: skip

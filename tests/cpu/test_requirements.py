@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,36 @@ def test_an_older_release_than_the_newest_is_said_in_one_line(locks, capsys):
 def test_a_release_that_cannot_be_is_refused_with_those_that_can(locks, wanted, minor, message):
     with pytest.raises(LookupError, match=message):
         locks.choose_release(wanted, minor)
+
+
+def test_an_environment_of_another_checkout_is_not_repointed(install, tmp_path):
+    """Whose stamp names it; a checkout that has moved away or is gone gives it up."""
+    target, other = tmp_path / ".venv", tmp_path / "other"
+    target.mkdir()
+    install.refuse_anothers(target)
+    stamp = target / ".installed-0123"
+    stamp.touch()  # of a version that wrote no name
+    install.refuse_anothers(target)
+    stamp.write_text(f"{install.ROOT}\n")
+    install.refuse_anothers(target)
+    stamp.write_text(f"{other}\n")
+    install.refuse_anothers(target)
+    other.mkdir()
+    (other / "pyproject.toml").touch()
+    with pytest.raises(LookupError, match=f"runs the sources of {other}; .* rm {stamp}"):
+        install.refuse_anothers(target)
+    with pytest.raises(LookupError, match="runs the sources"):
+        install.main(target)
+
+
+def test_a_link_to_an_environment_is_ignored():
+    done = subprocess.run(
+        ["git", "check-ignore", "--no-index", "-v", ".venv"], cwd=ROOT, capture_output=True
+    )
+    if done.returncode == 128:
+        pytest.skip("no git, or no checkout")
+    (pattern,) = re.findall(rb":(\S+)\t", done.stdout)
+    assert not pattern.endswith(b"/"), "which is for folders alone"
 
 
 def test_the_stamp_tells_releases_and_sets_apart(install):

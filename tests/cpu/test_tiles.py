@@ -1,140 +1,330 @@
-"""Which tile a pack gets, what is packed together, what is split."""
+"""Row-tile plans: the words run in torch give full attention, through splits and growth."""
 
-from dataclasses import replace
+from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from sgl_prefix_attn.kernels import layout as L
-from sgl_prefix_attn.plan import CostModel, Planner, TileConfig, TileSet
-from sgl_prefix_attn.plan.estimate import estimated_us
+from sgl_prefix_attn.execute import interpreter as oracle
+from sgl_prefix_attn.execute.full_attention import full_attention
+from sgl_prefix_attn.kernels import words as W
+from sgl_prefix_attn.plan import cut_time, search, serialize, tiles
+from sgl_prefix_attn.plan.capacity import UNLIMITED, Capacity
+from sgl_prefix_attn.plan.cut_time import parts_within
 from sgl_prefix_attn.plan.forest import build_forest
-from sgl_prefix_attn.plan.packs import make_packs
-from sgl_prefix_attn.plan.profit import choose_packing
-from sgl_prefix_attn.plan.splits import split_jobs
-from sgl_prefix_attn.plan.tiles import tile_packs
-from sgl_prefix_attn.records import HeadConfig
-from tests.support.forests import path_table, random_paths, splitting_costs
-from tests.support.plan_words import check_coverage, items
+from sgl_prefix_attn.plan.leaves import cut_at_roots, order_leaves
+from sgl_prefix_attn.plan.planner import Planner
+from sgl_prefix_attn.records import HeadConfig, PathTable
+from sgl_prefix_attn.tools.calibrate.batches import draw
+from tests.support.examples import chosen, examples
+from tests.support.forests import LENGTHS, path_table, path_tables, random_paths
+from tests.support.plan_blocks import poisoned_blocks
+from tests.support.problems import make_problem
 
-HEADS = HeadConfig(8, 2, 64)
-TAIL, PACKED = TileConfig(16, 32, requests=1), TileConfig(16, 32, requests=4)
-
-
-def tile_set(**options) -> TileSet:
-    shared = (TileConfig(16, 16), TileConfig(64, 32))
-    return TileSet(**{"shared": shared, "tail": TAIL, "num_sms": 4, **options})
+HEADS = (HeadConfig(8, 2, 8), HeadConfig(7, 1, 8), HeadConfig(2, 2, 8), HeadConfig(16, 1, 8))
 
 
-def naive_plan(paths, tiles, heads=HEADS):
-    costs = splitting_costs(heads)
-    return Planner(heads, tile_set=tiles, strategy="naive", costs=costs, headroom=0).plan(paths)
+def planner(heads: HeadConfig, headroom: int = 20) -> Planner:
+    """Of a small GPU, so that few requests fill it and few blocks are split."""
+    return Planner(heads, num_sms=16, headroom=headroom)
 
 
-@pytest.mark.parametrize(
-    "queries, tile, per_item",
-    [  # group size 4; tile 0 is the tail's, 1 and 2 are shared
-        (4, 1, [4]),  # 16 rows fit block_m 16
-        (5, 2, [5]),  # 20 rows need block_m 64
-        (16, 2, [16]),
-        (17, 2, [9, 8]),  # two row tiles of like size
-        (33, 2, [11, 11, 11]),
-    ],
-)
-def test_smallest_tile_that_holds_the_rows(queries, tile, per_item):
-    paths = path_table([(-1, 20)], [0] * queries, [1] * queries)
-    plan = naive_plan(paths, tile_set(min_split=1 << 20))
-    queues = {t: queue[:, L.I_NUM_QUERIES].tolist() for t, queue in items(plan) if len(queue)}
-    assert queues == {0: [1] * queries, tile: per_item}
+def check_output(words, problem, blocks) -> None:
+    """Every request's output and LSE are full attention's, in fp64."""
+    out, lse = oracle.execute(
+        words, problem.q, problem.k, problem.v, blocks,
+        sm_scale=problem.sm_scale, logits_soft_cap=problem.soft_cap,
+    )  # fmt: skip
+    want, want_lse = full_attention(
+        problem.q, problem.k, problem.v, problem.req_to_token, problem.pool, problem.seq_lens,
+        sm_scale=problem.sm_scale, logits_soft_cap=problem.soft_cap,
+    )  # fmt: skip
+    torch.testing.assert_close(out, want, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(lse, want_lse.values, rtol=1e-9, atol=1e-9)
 
 
-def test_short_tails_are_packed_only_where_enough_remain():
-    paths = path_table([], [-1] * 10, [5, 40, 9, 9, 7, 33, 32, 1, 2, 3])
-
-    def sizes(tickets):
-        tiles = tile_set(packed_tail=PACKED, packed_len=32, packed_tickets=tickets)
-        plan = naive_plan(paths, tiles)
-        check_coverage(plan, paths)
-        return {t: queue[:, L.I_NUM_QUERIES].tolist() for t, queue in items(plan) if len(queue)}
-
-    # 8 tails of at most 32 tokens: two tiles, times 2 KV heads, are 4 tickets
-    assert sizes(tickets=4) == {0: [1, 1], 1: [4, 4]}
-    assert sizes(tickets=5) == {0: [1] * 10}
+def loaded(plan, problem):
+    """The plan's words as a tensor, and blocks that were poison before they were filled."""
+    words = torch.from_numpy(plan.words.copy())
+    blocks = poisoned_blocks(plan.num_blocks, problem.poison_slot)
+    oracle.fill(words, problem.req_to_token, problem.pool, blocks)
+    return words, blocks
 
 
-@pytest.mark.parametrize("batch", [1, 3, 7, 8, 9, 40])
-def test_a_graph_launches_every_tile_that_a_plan_of_its_size_may_use(batch):
-    tiles = tile_set(packed_tail=PACKED, packed_len=32, packed_tickets=4)
-    assert tile_set().usable(batch, HEADS.num_kv_heads) == [0, 1, 2], "without packed tails: all"
-    usable = tiles.usable(batch, HEADS.num_kv_heads)
-    assert usable == ([0, 1, 2, 3] if batch >= 8 else [0, 2, 3])
-    for requests in range(1, batch + 1):  # the rest of the graph's rows is padding
-        plan = naive_plan(path_table([(-1, 20)], [0] * requests, [1] * requests), tiles)
-        assert {t for t, queue in items(plan) if len(queue)} <= set(usable)
-
-
-def test_no_split_below_min_split():
-    paths = path_table([(-1, 127)], [0, 0], [127, 128])
-    tiles = tile_set(min_split=128, longest=(1e-6,))
-    assert all((q[:, L.I_NUM_SPLITS] == 1).all() for _, q in items(naive_plan(paths, tiles)))
-    paths = path_table([(-1, 129)], [0, 0], [127, 128])
-    shared = [q for _, q in items(naive_plan(paths, tiles)) if (q[:, L.I_LEN] != L.GROWS).all()]
-    assert {n for queue in shared for n in queue[:, L.I_NUM_SPLITS].tolist()} == {2}
-
-
-def test_launching_costs_keep_short_steps_whole():
-    """A split that saves less than a launch costs is no gain."""
-    paths = path_table([(-1, 4097)], [0, 0], [1, 1])
-    costs = replace(splitting_costs(HEADS), launch=1e6)
-    make = Planner(HEADS, tile_set=tile_set(), strategy="naive", costs=costs)
-    assert all((q[:, L.I_NUM_SPLITS] == 1).all() for _, q in items(make.plan(paths)))
-
-
-@pytest.mark.parametrize("share", [0.75, 0.2])
-def test_no_item_outlasts_its_share_of_the_step_unless_its_job_is_too_short(share):
-    paths = random_paths(1, 12, 6, lengths=(16, 200, 900, 3000))
-    costs, tiles = CostModel.for_gpu("H100", HEADS), tile_set(num_sms=64, longest=(share,))
+def check_all_cuts(paths, heads, *, growth=0, soft_cap=0.0, page_size=1, most=99) -> None:
+    made = planner(heads, max(growth, 1))
     forest = build_forest(paths)
-    packs = make_packs(forest, choose_packing(forest, "naive", costs))
-    tiling = tile_packs(packs, tiles, costs)
-    splits, _ = split_jobs(packs, tiling, tiles, costs, most_partials=1 << 20)
-    full = splits == tiling.most_splits
-    assert (full | (tiling.step_share / splits <= share)).all()
-    # ... and one split less would
-    assert ((splits == 1) | (tiling.step_share / np.maximum(splits - 1, 1) > share)).all()
-    assert (splits > 1).any() and not full.all()
+    cuts = sorted(made.cuts(forest), key=lambda cut: cut.us)
+    for cut in chosen(cuts, most):
+        problem = make_problem(
+            paths, heads, torch.float64, soft_cap=soft_cap, page_size=page_size, room=growth
+        )
+        plan = made.serialize(forest, cut)
+        words, blocks = loaded(plan, problem)
+        check_output(words, problem, blocks)
+        generator = torch.Generator().manual_seed(0)
+        for step in range(1, growth + 1):
+            slots = problem.grow(generator)
+            oracle.append(words, problem.seq_lens, slots, blocks)
+            if step in (1, growth // 2, growth):
+                again = oracle.Blocks(blocks.slots.clone(), blocks.keys.clone())
+                oracle.append(words, problem.seq_lens, slots, again)
+                assert torch.equal(again.slots, blocks.slots), "append is not idempotent"
+                assert words[W.H_STEPS] == step
+                check_output(words, problem, blocks)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_splits_are_those_with_the_lowest_estimate(seed):
-    paths = random_paths(seed, 12, 6, lengths=(16, 200, 900, 3000))
-    costs = CostModel.for_gpu("H100", HEADS)
-
-    def estimate(*shares):
-        tiles = tile_set(num_sms=64, longest=shares)
-        plan = Planner(HEADS, tile_set=tiles, strategy="naive", costs=costs).plan(paths)
-        check_coverage(plan, paths)
-        return estimated_us(plan.work, costs)
-
-    shares = (0.75, 0.55, 0.4, 0.2, 1.0)
-    alone = [estimate(share) for share in shares]
-    assert len(set(alone)) > 1, "the shares differ here"
-    assert estimate(*shares) == min(alone)
+@given(path_tables(), st.sampled_from(HEADS), st.integers(0, 20), st.sampled_from([0.0, 3.0]))
+@examples(60)
+def test_every_cut_computes_full_attention(paths, heads, growth, soft_cap):
+    check_all_cuts(paths, heads, growth=growth, soft_cap=soft_cap, most=4)
 
 
-def test_a_tile_set_that_the_header_has_no_room_for_is_refused():
-    with pytest.raises(ValueError, match="shared must hold at most 6 tiles"):
-        tile_set(packed_tail=PACKED, shared=tuple(TileConfig(16 * i, 32) for i in range(1, 8)))
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("batch", [1, 37, pytest.param(113, marks=pytest.mark.slow)])
+def test_odd_batches(batch, heads):
+    check_all_cuts(random_paths(batch, batch, 25), heads, growth=3, most=5)
+
+
+def test_a_large_odd_batch():
+    check_all_cuts(random_paths(113, 113, 25), HEADS[1], growth=1, most=3)
+
+
+def test_odd_lengths_and_splits():
+    paths = path_table([(-1, 4097)], [0, 0, 0, -1, -1, -1], [1, 63, 4097, 1, 63, 4097])
+    made = planner(HEADS[1])
+    assert max(int(cut.parts.max()) for cut in made.cuts(build_forest(paths))) >= 8
+    check_all_cuts(paths, HEADS[1], growth=2, most=3)
+
+
+def test_256_steps_of_growth():
+    check_all_cuts(random_paths(3, 9, 5), HEADS[0], growth=256, most=2)
+
+
+def test_pages():
+    lengths = [length for length in LENGTHS if length % 16 == 0]
+    check_all_cuts(random_paths(4, 20, 8, lengths), HEADS[0], page_size=16, most=4)
+
+
+def test_a_step_behind_the_headroom_is_not_written():
+    """A server replans before; a captured append must not write behind its columns anyway."""
+    paths = random_paths(1, 5, 3)
+    problem = make_problem(paths, HEADS[0], torch.float64)
+    plan = planner(HEADS[0], headroom=2).plan(paths)
+    words, blocks = loaded(plan, problem)
+    before = blocks.slots.clone()
+    slots = torch.arange(5)
+    oracle.append(words, problem.seq_lens + 3, slots, blocks)
+    assert torch.equal(before, blocks.slots) and words[W.H_STEPS] == 2
+    oracle.append(words, problem.seq_lens - 1, slots, blocks)
+    assert torch.equal(before, blocks.slots) and words[W.H_STEPS] == 0
+
+
+def test_warming_up_compiles_every_loop():
+    made = planner(HEADS[0])
+    made.warm_up()
+    loops = (
+        search._search, search.edges_of, tiles.lay_out, tiles._count, serialize._serialize,
+        cut_time.time_ways,
+    )  # fmt: skip
+    compiled = {loop: len(loop.signatures) for loop in loops}
+    assert all(compiled.values())
+    made.plan(random_paths(6, 30, 8))
+    assert all(len(loop.signatures) == count for loop, count in compiled.items())
+
+
+def test_no_requests():
+    """What a captured graph is replayed over before there is anything to decode."""
+    none = np.empty(0, np.int32)
+    plan = planner(HEADS[0]).plan(PathTable(none, none, none.astype(np.int64), none, none))
+    assert plan.num_items == 0 and plan.words[W.H_BATCH] == 0
+
+
+@pytest.mark.parametrize("heads", [(32, 8), (32, 4), (8, 1)])
+def test_the_planner_takes_about_the_best_cut(heads):
+    """It may end its search early, and what it leaves out is not much better: also with few KV
+    heads, where tiles must be narrow or split for all SMs to have work."""
+    made = Planner(HeadConfig(*heads, 128), num_sms=132)
+    for batch in draw(11, 60, pool_tokens=450_000):
+        forest = build_forest(batch.paths)
+        best = min(cut.us for cut in made.cuts(forest))
+        assert made.plan_forest(forest).predicted_us <= 1.02 * best, batch.name
+
+
+@pytest.mark.slow
+@given(path_tables(max_batch=40), st.sampled_from(HEADS))
+@examples(60)
+def test_a_plan_counts_what_its_words_read(paths, heads):
+    """Metrics believe it: slots that are filled, items, partial rows."""
+    made = planner(heads)
+    forest = build_forest(paths)
+    problem = make_problem(paths, heads, torch.float64)
+    for cut in made.cuts(forest):
+        plan = made.serialize(forest, cut)
+        words = torch.from_numpy(plan.words)
+        blocks = poisoned_blocks(plan.num_blocks, W.NONE)
+        oracle.fill(words, problem.req_to_token, problem.pool, blocks)
+        stats, size = plan.stats, W.item_words(heads.group_size, W.TILE_ROWS)
+        items = plan.words[W.HEADER_WORDS :][: plan.num_items * size].reshape(-1, size)
+        assert stats.kv_tokens_read == (blocks.slots >= 0).sum()
+        assert stats.kv_tokens_unique <= stats.kv_tokens_read <= stats.kv_tokens_query_centric
+        assert stats.kv_tokens_query_centric == paths.seq_lens.sum()
+        assert stats.num_items == len(items) and stats.num_nodes == forest.parent.size
+        split = items[items[:, W.I_PARTS] > 1]
+        assert stats.num_partials == (split[:, W.I_ROWS] // heads.group_size).sum()
+        assert stats.num_tiles == len(items) - len(split) + (split[:, W.I_PART] == 0).sum()
+        assert plan.predicted_us == cut.us
+
+
+def test_of_the_cuts_that_fit_the_fastest_is_taken():
+    """And where none does, the fastest of all, for the executor to refuse."""
+    paths = random_paths(2, 40, 12)
+    asked = []
+
+    class Noted(Capacity):
+        def covers(self, plan):
+            asked.append(plan)
+            return super().covers(plan)
+
+    def within(index_slots):
+        capacity = Noted(UNLIMITED.words, index_slots, UNLIMITED.partials)
+        return Planner(HEADS[2], num_sms=64, capacity=capacity).plan(paths)
+
+    best = within(UNLIMITED.index_slots)
+    assert asked == [best]
+    smaller = within(best.num_index_slots - 1)
+    assert smaller.num_blocks < best.num_blocks and smaller.predicted_us >= best.predicted_us
+    assert smaller is asked[-1]
+    asked.clear()
+    none = within(0)
+    assert none is asked[0] and none.predicted_us == best.predicted_us
+    assert len(asked) < 10, "what reads no less is not tried"
+
+
+# --- layout ---------------------------------------------------------------------------------------
+@given(path_tables(max_batch=40), st.sampled_from(HEADS))
+@examples(60)
+def test_every_block_is_written_once(paths, heads):
+    """ORDER names each block of each item once, and segments fill each column once."""
+    made = planner(heads)
+    forest = build_forest(paths)
+    for cut in made.cuts(forest):
+        plan = made.serialize(forest, cut)
+        w = plan.words
+        order = w[w[W.H_ORDER] : w[W.H_GROWTHS]]
+        assert np.unique(order).size == order.size
+        assert order.size == 0 or 0 <= order.min() and order.max() < plan.num_blocks - W.PRE
+        written = np.zeros(plan.num_blocks * W.BLOCK, int)
+        first = w[W.H_SEGMENTS]
+        segments = w[first : first + w[W.H_NUM_SEGMENTS] * W.SEGMENT_WORDS]
+        for segment in segments.reshape(-1, W.SEGMENT_WORDS):
+            columns = segment[W.S_COLUMN] + np.arange(segment[W.S_LEN])
+            blocks = w[segment[W.S_ORDER] + columns // W.BLOCK]
+            written[blocks * W.BLOCK + columns % W.BLOCK] += 1
+            assert segment[W.S_LEN] <= plan.longest
+        want = np.zeros_like(written).reshape(-1, W.BLOCK)
+        want[order] = 1
+        assert np.array_equal(written, want.ravel())
+        assert plan.num_items == cut.parts.sum()
+
+
+@given(path_tables(max_batch=40), st.sampled_from(HEADS))
+@examples(30)
+def test_runs_that_go_on_for_the_same_queries_are_one(paths, heads):
+    for cut in planner(heads).cuts(build_forest(paths)):
+        tiles = cut.tiles
+        for begin, end in zip(tiles.offset[:-1], tiles.offset[1:], strict=True):
+            request, start, length, first, last = tiles.run[begin:end].T
+            goes_on = start[:-1] + length[:-1] == start[1:]
+            for column in (request, first, last):
+                goes_on &= column[:-1] == column[1:]
+            assert not goes_on.any()
+
+
+def test_columns_of_one_half_are_passed_on_by_the_other():
+    """32 private tails of 300 tokens in one tile: each warpgroup multiplies about half of them."""
+    paths = path_table([(-1, 128)], [0] * 32, [300] * 32)
+    made = planner(HEADS[0])
+    cut = next(iter(made.cuts(build_forest(paths))))
+    plan = made.serialize(build_forest(paths), cut)
+    item = plan.words[W.HEADER_WORDS :]
+    flags = plan.words[item[W.I_FLAGS] :]
+    each = [
+        flags[b // W.FLAGS_PER_WORD] >> (b % W.FLAGS_PER_WORD * W.FLAG_BITS) & W.FOR_BOTH
+        for b in range(item[W.I_BLOCKS])
+    ]
+    assert item[W.I_BLOCKS] == 152
+    assert sum(flag == W.FOR_BOTH for flag in each) <= 6
+
+
+def test_leaves_stand_side_by_side():
+    paths = path_table([(-1, 5), (0, 6), (-1, 7)], [1, 2, 0, -1, 1, 2, 0, -1], [1] * 8)
+    leaves = order_leaves(build_forest(paths))
+    assert leaves.request.tolist() == [0, 4, 2, 6, 1, 5, 3, 7]
+    assert leaves.root.tolist() == [0, 0, 0, 0, 4, 4, 6, 6]
+    assert cut_at_roots(leaves.root, 3).tolist() == [0, 2, 4, 6, 8]
+    assert cut_at_roots(leaves.root, 4).tolist() == [0, 4, 6, 8]
+
+
+@pytest.mark.parametrize("budget", [1, 5, 16, 200])
+def test_parts_stay_within_the_budget(budget):
+    costs, most = np.array([1.0, 5.0, 9.0, 0.5]), np.array([3, 40, 40, 1])
+    parts = parts_within(costs, budget, most)
+    assert (parts <= most).all() and parts.min() >= 1
+    assert parts.sum() <= max(budget, costs.size)
+
+
+@pytest.mark.parametrize("tile_rows", [64, 128])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 12, 16, 64])
+def test_keys(group, tile_rows):
+    """Every range of queries, as the rows of a tile see it."""
+    queries = W.queries_per_tile(group, tile_rows)
+    rows = torch.arange(queries * group)
+    for first, end in ((0, 1), (0, queries), (queries // 2, queries), (queries - 1, queries)):
+        keys = torch.tensor([W.make_key(first, end, group, tile_rows)], dtype=torch.int32)
+        want = (rows // group >= first) & (rows // group < end)
+        assert torch.equal(oracle.sees(keys, rows, group, tile_rows)[:, 0], want)
+    assert W.item_words(group, tile_rows) >= W.I_QUERIES + queries
+
+
+# --- the check itself -----------------------------------------------------------------------------
+def drop_item(words):
+    words[W.H_NUM_ITEMS] -= 1
+
+
+def shift_a_segment(words):
+    words[words[W.H_SEGMENTS] + W.S_START] += 1
+
+
+def wrong_key(words):
+    words[words[W.H_SEGMENTS] + W.SEGMENT_WORDS * 2 + W.S_KEY] = 6
+
+
+def unmask_a_block(words):
+    flags = words[W.HEADER_WORDS + W.I_FLAGS]
+    words[flags] = W.FOR_BOTH * 0x11
+
+
+def swap_queries(words):
+    at = W.HEADER_WORDS + W.I_QUERIES
+    words[at : at + 2] = words[at : at + 2].flip(0)
 
 
 @pytest.mark.parametrize(
-    ("tile", "group"),
-    [
-        ({}, 65),  # the tiles of tile_set() have up to 64 rows
-        ({"packed_tail": PACKED}, 5),
-        ({"packed_tail": TileConfig(32, 20, requests=8)}, 4),  # 20 columns for 8 requests
-    ],
+    "fault", [drop_item, shift_a_segment, wrong_key, unmask_a_block, swap_queries]
 )
-def test_tiles_that_cannot_hold_a_group_are_refused(tile, group):
-    with pytest.raises(ValueError, match=f"cannot hold .* of {group} query heads"):
-        Planner(HeadConfig(group, 1, 32), tile_set=tile_set(**tile))
+def test_the_check_finds_a_planted_fault(fault):
+    paths = path_table([(-1, 20), (0, 40)], [1, 1, 0], [33, 34, 60])
+    problem = make_problem(paths, HEADS[0], torch.float64)
+    made, forest = planner(HEADS[0]), build_forest(paths)
+    plan = made.serialize(forest, next(iter(made.cuts(forest))))
+    words, blocks = loaded(plan, problem)
+    check_output(words, problem, blocks)
+    fault(words)
+    blocks = poisoned_blocks(plan.num_blocks, problem.poison_slot)
+    oracle.fill(words, problem.req_to_token, problem.pool, blocks)
+    with pytest.raises(AssertionError):
+        check_output(words, problem, blocks)

@@ -1,15 +1,20 @@
 """Traces of every format, good lines and bad ones."""
 
-from dataclasses import replace
+import gzip
+import importlib.util
+import sys
 
 import numpy as np
 import orjson
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sgl_prefix_attn.analyze import sglang_log, trace_file, trace_lines
-from sgl_prefix_attn.analyze.trace import block_names
+from sgl_prefix_attn.tools.analyze import sglang_log, trace_file, trace_lines
+from sgl_prefix_attn.tools.analyze.blocks import block_names
+from sgl_prefix_attn.tools.analyze.containers import decompressed
+from sgl_prefix_attn.tools.analyze.trace_lines import Options
+from tests.support.examples import examples
 
 TEXT_LINE = (
     "[2026-11-22 10:00:10] Finish: obj=GenerateReqInput(rid='a', session_id=None, "
@@ -34,6 +39,10 @@ def conversation(prompt, answer, **fields):
     return orjson.dumps({"conversations": turns} | fields)
 
 
+def chat(*messages, **fields):
+    return orjson.dumps({"messages": messages, "max_tokens": 4} | fields)
+
+
 def logged(text=None, ids=None, tokens=3):
     """A line of SGLang's log; text and ids as they stand there."""
     return TEXT_LINE.format(text=text, ids=ids, tokens=tokens).encode()
@@ -46,7 +55,7 @@ def logged_json(obj, tokens=3):
 
 
 def names_of(trace, i):
-    return trace.blocks[trace.first[i] :][: trace.count[i]].tolist()
+    return trace.blocks[trace.first[i] :][: trace.num_blocks[i]].tolist()
 
 
 def shared(trace, i, j):
@@ -66,10 +75,10 @@ def test_mooncake():
         mooncake(2000, 1100, 7, [8, (1 << 64) - 1, 9]),
     )
     trace = found.trace
-    assert found.bad == found.cut == 0 and trace.has_arrivals
+    assert found.bad == 0 and trace.has_arrivals
     assert trace.arrival.tolist() == [0, 1, 2]  # in their order, from the first
     assert trace.prompt.tolist() == [1024, 1100, 1100] and trace.output.tolist() == [6, 7, 5]
-    assert trace.count.tolist() == [2, 3, 3] and trace.block_tokens == 512
+    assert trace.num_blocks.tolist() == [2, 3, 3] and trace.block_tokens == 512
     assert shared(trace, 0, 2) == 2
     # the second block is equal, what stands before it is not
     assert shared(trace, 0, 1) == 0 and len(set(names_of(trace, 1))) == 3
@@ -91,7 +100,7 @@ def test_token_ids_share_whole_blocks_and_equal_ends():
 def test_text_counts_four_characters_for_a_token():
     text = "é" * 300
     trace = read(generic(prompt=text), generic(text=text[:256] + "x" * 44)).trace
-    assert trace.prompt.tolist() == [75, 75] and trace.count.tolist() == [3, 3]
+    assert trace.prompt.tolist() == [75, 75] and trace.num_blocks.tolist() == [3, 3]
     assert shared(trace, 0, 1) == 2
 
 
@@ -109,7 +118,7 @@ def test_sglang_s_custom_data():
 def test_words_may_be_tokens():
     text = " ".join(f"{i:x}" for i in range(80))
     lines = [conversation(text, "0 0 0"), conversation(text[:-2] + "zz", "0"), generic(text="a b")]
-    trace = trace_file.read(lines, words=True).trace
+    trace = trace_file.read(lines, Options(words=True)).trace
     assert trace.prompt.tolist() == [80, 80, 2] and trace.output.tolist() == [3, 1, 4]
     assert shared(trace, 0, 1) == 2 and shared(trace, 0, 2) == 0
 
@@ -120,9 +129,17 @@ def test_n_samples_are_n_requests():
     assert trace.blocks.size == 1
 
 
-def test_one_request_without_arrival_makes_all_come_at_once():
-    trace = read(generic(prompt=[1], arrival=5), generic(prompt=[1])).trace
-    assert trace.arrival.tolist() == [0, 0] and not trace.has_arrivals
+def test_a_request_without_arrival_is_left_out():
+    timed = [generic(prompt=[i], arrival=100 * i) for i in range(1, 4)]
+    found = read(*timed, generic(prompt=[9]))
+    assert found.trace.arrival.tolist() == [0, 100, 200] and found.trace.has_arrivals
+    assert found.notes == ("1 requests without an arrival, left out",)
+
+
+def test_one_arrival_of_many_is_not_used():
+    found = read(generic(prompt=[1], arrival=5), *[generic(prompt=[1])] * 2)
+    assert found.trace.arrival.tolist() == [0, 0, 0] and not found.trace.has_arrivals
+    assert found.notes == ("1 requests have an arrival, which is not used",)
 
 
 @pytest.mark.parametrize(
@@ -156,9 +173,12 @@ def test_a_finished_request_of_sglang_s_log(line, tokens, prompt):
 )
 def test_a_prompt_that_the_log_cuts_shares_its_beginning(line):
     found = read(line, line)
-    assert found.cut == 2 and found.trace.prompt.tolist() == [3000, 3000]
+    assert found.trace.prompt.tolist() == [3000, 3000]
+    assert found.notes[0].startswith("2 prompts are logged in part")
     blocks = 8 if b"x" * 1024 in line else 32
-    assert found.trace.count.tolist() == [blocks, blocks] and shared(found.trace, 0, 1) == blocks
+    assert (
+        found.trace.num_blocks.tolist() == [blocks, blocks] and shared(found.trace, 0, 1) == blocks
+    )
 
 
 def test_other_lines_of_a_log_are_passed_over():
@@ -169,12 +189,12 @@ def test_other_lines_of_a_log_are_passed_over():
         b"Traceback (most recent call last):",
         logged(ids="[3, 4, 5]"),
     )
-    assert len(found.trace) == 1 and found.bad == 0
+    assert found.trace.size == 1 and found.bad == 0
 
 
 def test_a_stray_line_of_a_log_makes_no_log_of_a_trace():
     found = read(generic(prompt=[1]), b"[2026-11-22 10:00:09] Decode batch.", generic(prompt=[1]))
-    assert len(found.trace) == 2 and found.bad == 1
+    assert found.trace.size == 2 and found.bad == 1
 
 
 @pytest.mark.parametrize(
@@ -183,12 +203,11 @@ def test_a_stray_line_of_a_log_makes_no_log_of_a_trace():
         (b"{", "no JSON"),
         (b"\xff\xfe", "no JSON"),
         (b"[1]", "no JSON object"),
-        (b"{}", "neither hash_ids nor prompt"),
+        (b"{}", "it has none of hash_ids, body, messages, conversations, prompt"),
         (b'{"conversations": [{"content": "a"}]}', "no prompt and answer"),
         (b'{"conversations": 5}', "no prompt and answer"),
         (b'{"conversations": [{"content": 5}, {}], "output_len": 1}', "no prompt and answer"),
         (conversation(5, "a", output_len=1), "neither a list"),
-        (mooncake(0, 600, 1, [1]), "1 hash_ids for 600 tokens"),
         (mooncake(0, 600, 1, [1, -2]), "integers of at least 0"),
         (mooncake(0, 600, 1, [1, 2.5]), "integers of at least 0"),
         (mooncake(0, 600, 1, "ab"), "integers of at least 0"),
@@ -197,6 +216,7 @@ def test_a_stray_line_of_a_log_makes_no_log_of_a_trace():
         (mooncake("0", 600, 1, [1, 2]), "timestamp must be a number"),
         (mooncake(-1, 600, 1, [1, 2]), "arrival at -0.001 s"),
         (mooncake(0, None, 1, [1, 2]), "input_length must be an integer"),
+        (mooncake(0, 600, None, [1, 2]), "no answer, nor any of output_length, output_len, output"),
         (mooncake(0, 0, 1, [1, 2]), "0 tokens of prompt"),
         (mooncake(0, 600, 0, [1, 2]), "0 of output"),
         (mooncake(0, 600, 1 << 40, [1, 2]), "2^30"),
@@ -209,14 +229,23 @@ def test_a_stray_line_of_a_log_makes_no_log_of_a_trace():
         (b'{"prompt": [18446744073709551616], "output_length": 1}', "integers"),
         (b'{"prompt": [true], "output_length": 1}', "integers"),
         (b'{"prompt": 5, "output_length": 1}', "neither a list"),
-        (b'{"prompt": [1]}', "output_length must be an integer"),
-        (generic(prompt=[1, 2]), "blocks of 32 tokens, those before had 512"),
+        (b'{"prompt": [1]}', "no answer, nor any of output_length"),
+        (b'{"prompt": [1], "output_tokens": []}', "output_tokens must be an integer"),
+        (generic(prompt=[1, 2]), "it has a prompt, those before had hash_ids"),
+        (b"[" * 100_000, "no JSON: depth limit exceeded"),
+        (b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "depth limit exceeded"),
+        (b'{"body": ' * 500 + b"1" + b"}" * 500, "its body is no request"),
+        (b'{"body": 5}', "its body is no request"),
+        (chat({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}), "an image"),
+        (chat({"content": "a"}), "its messages are not roles and text"),
+        (b'{"messages": 5}', "its messages are not roles and text"),
+        (chat({"role": "user", "content": "a"}, max_tokens=None), "no answer, nor any of"),
     ],
 )
 def test_bad_lines_are_counted_and_shown(line, why):
     good = mooncake(0, 600, 2, [1, 2])
     found = read(good, line, b"", good)
-    assert len(found.trace) == 2 and found.bad == 1
+    assert found.trace.size == 2 and found.bad == 1
     [(number, said)] = found.problems
     assert number == 2 and why in said
 
@@ -235,11 +264,12 @@ def test_bad_lines_are_counted_and_shown(line, why):
 )
 def test_bad_lines_of_a_log(line, why):
     found = read(logged(ids="[3, 4, 5]"), line)
-    assert len(found.trace) == found.bad == 1
+    assert found.trace.size == found.bad == 1
     assert why in found.problems[0][1]
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
+@example(mooncake(0, 600, 2, [1, 2]), [(31, b"")])
 @given(
     st.sampled_from(
         [
@@ -255,8 +285,9 @@ def test_bad_lines_of_a_log(line, why):
 def test_no_damage_to_a_line_stops_the_reading(line, damages):
     for place, inserted in damages:
         line = line[:place] + inserted + line[place + len(inserted) // 2 + 1 :]
-    found = read(mooncake(0, 600, 2, [1, 2]), line)
-    assert len(found.trace) >= 1 and found.bad <= 1
+    # Ten, so that another length in one line does not leave open what a hash id stands for.
+    found = read(*[mooncake(0, 600, 2, [1, 2])] * 10, line)
+    assert found.trace.size >= 10 and found.bad <= 1
 
 
 def test_only_the_first_problems_are_kept():
@@ -286,8 +317,239 @@ def test_a_rate_stretches_arrivals():
     assert trace.at_rate(0.5).arrival.tolist() == pytest.approx([0, 4 / 9, 4])
     at_once = read(*[generic(prompt=[1])] * 3).trace
     assert at_once.at_rate(2).arrival.tolist() == [0, 0.5, 1]
-    nearly = replace(trace, arrival=np.array([0, 0, 1e-320]))  # no factor stretches that
+    nearly = trace._replace(arrival=np.array([0, 0, 1e-320]))  # no factor stretches that
     assert nearly.at_rate(2).arrival.tolist() == [0, 0.5, 1]
     for rate in (1e-12, 1e-310):
         with pytest.raises(ValueError, match=f"--rate {rate:g}: 3 requests would take"):
             trace.at_rate(rate)
+
+
+def hashed(block, *requests, **fields):
+    """(prompt, ids) -> rows with an id for every `block` tokens that a prompt begins."""
+    rows = []
+    for i, (prompt, shared) in enumerate(requests):
+        ids = [j if j < shared else 1000 * i + j for j in range(-(-prompt // block))]
+        rows.append({"timestamp": i, "input_length": prompt, "output_length": 9, "hash_ids": ids})
+    return [orjson.dumps(row | fields) for row in rows]
+
+
+@pytest.mark.parametrize("block", [16, 64, 512, 48])
+def test_the_block_size_follows_from_lengths_and_hash_ids(block):
+    # 3 blocks and a half, all shared but the last; the longest tell 48 from 47 and 49.
+    whole = [(100 * block, 2), (100 * block - block // 2, 2), (99 * block + 1, 2)]
+    found = read(*hashed(block, (3 * block + block // 2, 3), (3 * block + 1, 3), *whole))
+    trace = found.trace
+    assert trace.block_tokens == block and trace.num_blocks[:2].tolist() == [4, 4]
+    assert shared(trace, 0, 1) == 3 and shared(trace, 0, 2) == 2
+    assert found.notes[0].startswith(f"{block} tokens behind a hash id, as input_length")
+    assert "--block-size" in found.notes[0] and found.bad == 0
+
+
+def test_whole_blocks_alone_may_have_hash_ids():
+    rows = [mooncake(0, 64 * n + 63, 5, list(range(n))) for n in range(1, 40)]
+    trace = read(*rows).trace
+    assert trace.block_tokens == 64 and trace.num_blocks.tolist() == list(range(1, 40))
+    assert shared(trace, 3, 20) == 4
+
+
+def test_a_block_size_that_is_given_holds():
+    rows = [*hashed(64, (640, 3), (600, 3)), mooncake(0, 640, 5, [1, 2])]
+    found = trace_file.read(rows, Options(hash_tokens=64))
+    assert found.trace.block_tokens == 64 and found.trace.size == 2
+    assert found.notes == ("1 requests whose hash_ids do not fit 64 tokens, left out",)
+    with pytest.raises(ValueError, match="--block-size 512: no request has such hash_ids"):
+        trace_file.read(rows[:2], Options(hash_tokens=512))
+    with pytest.raises(ValueError, match="--block-size is for hash_ids, and it has prompts"):
+        trace_file.read([generic(prompt=[1])], Options(hash_tokens=512))
+
+
+def test_hash_ids_of_no_size_are_refused_with_the_flag():
+    rows = [mooncake(0, 1000 * n, 5, list(range(n * n))) for n in range(1, 10)]
+    with pytest.raises(ValueError, match="157.9 on average, but no size fits.*--block-size"):
+        read(*rows)
+
+
+@pytest.mark.parametrize(
+    ("row", "unit", "seconds"),
+    [
+        ({"hash_ids": [1], "input_length": 9, "timestamp": 3}, None, 0.003),
+        ({"hash_ids": [1], "input_length": 9, "timestamp": 3, "chat_id": 7}, None, 3),
+        ({"hash_ids": [1], "input_length": 9, "timestamp": 3}, 1.0, 3),
+        ({"prompt": [1], "arrival": 3}, None, 3),
+        ({"prompt": [1], "arrival": 3}, 1e-3, 0.003),
+        ({"prompt": [1], "timestamp": 3, "arrival": None}, None, 0.003),
+        ({"custom_id": "a", "body": {"prompt": [1]}, "timestamp": 3}, None, 0.003),
+        ({"conversations": [{"value": "a"}, {"value": "b"}], "timestamp": 3}, 1.0, 3),
+        ({"hash_ids": [1], "input_length": 9}, None, None),
+    ],
+)
+def test_what_times_mean(row, unit, seconds):
+    line = orjson.dumps({"output_length": 4} | row)
+    if "body" in row:
+        line = line.replace(b'"prompt"', b'"max_tokens":4,"prompt"')
+    assert trace_lines.parse(line, Options(time_unit=unit)).arrival == seconds
+
+
+@pytest.mark.parametrize(
+    ("gap", "said"),
+    [
+        (
+            0.002,
+            "one request every 2 ms on average; if the times are in seconds, give --time-unit",
+        ),
+        (
+            50_000,
+            "one request every 50,000 s on average; if the times are in milliseconds, give --",
+        ),
+        (0.1, None),
+        (100, None),
+    ],
+)
+def test_a_suspicious_span_is_named_with_the_flag(gap, said):
+    lines = [generic(prompt=[1], arrival=gap * i) for i in range(1001)]
+    notes = read(*lines).notes
+    assert [note.startswith(f"suspicious: {said}") for note in notes] == [True] * (said is not None)
+    assert trace_file.read(lines, Options(time_unit=1.0)).notes == ()
+
+
+def test_chats():
+    system = {"role": "system", "content": "s" * 249}  # with its role 257 characters
+    user = {"role": "user", "content": [{"type": "text", "text": "u" * 25}]}  # 31
+    answer = {"role": "assistant", "content": "a" * 9}
+    other = {"role": "user", "content": "v" * 25}
+    limited = [system, user], {"max_tokens": 50, "max_completion_tokens": 7, "n": 2}
+    found = read(
+        chat(system, user, answer),
+        chat(system, other, max_tokens=6),
+        orjson.dumps({"custom_id": "r", "body": {"messages": limited[0], **limited[1]}}),
+    )
+    assert found.trace.prompt.tolist() == [72] * 4 and found.trace.output.tolist() == [3, 6, 7, 7]
+    assert shared(found.trace, 0, 1) == 2 and shared(found.trace, 0, 2) == 3
+    assert found.notes == ("2 requests have a limit alone, which is taken for the output length",)
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}  # 14 characters
+    tools = [{"name": "t" * 115}]  # 128 characters: a block
+    with_tools = [chat(message, call, tools=tools) for message in (user, other)]
+    trace = read(*with_tools).trace
+    assert trace.prompt.tolist() == [40, 40] and trace.output.tolist() == [4, 4]
+    assert shared(trace, 0, 1) == 1
+
+
+def test_share_gpt_is_read_as_benchmarks_do():
+    turns = [
+        {"from": who, "value": text}
+        for who, text in (("human", "a" * 130), ("gpt", "b" * 9), ("human", "c" * 99))
+    ]
+    entries = [{"id": "x", "conversations": turns}, {"id": "y", "conversations": turns[:1]}]
+    listed = read(*orjson.dumps(entries, option=orjson.OPT_INDENT_2).split(b"\n"))
+    lined = read(*map(orjson.dumps, entries))
+    for found in (listed, lined):
+        assert found.trace.prompt.tolist() == [33] and found.trace.output.tolist() == [3]
+        assert found.bad == 1 and found.problems[0][0] == 2
+    with pytest.raises(ValueError, match="begins as a JSON list, but is none: "):
+        read(b"[", *map(orjson.dumps, entries))
+
+
+def test_vllm_s_custom_data():
+    trace = read(b'{"prompt": "aaaa bbbb", "output_tokens": 17}').trace
+    assert trace.prompt.tolist() == [3] and trace.output.tolist() == [17]
+
+
+@pytest.mark.parametrize(
+    ("header", "name"),
+    [
+        (
+            b"TIMESTAMP,ContextTokens,GeneratedTokens",
+            "Azure's CSV has times and lengths but no prompts",
+        ),
+        (
+            b"Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type",
+            "BurstGPT's CSV has times and lengths",
+        ),
+    ],
+)
+def test_lengths_without_prompts_are_refused_by_name(header, name):
+    with pytest.raises(ValueError, match=f"{name}.*a log of --log-requests"):
+        read(header, b"1,2,3")
+
+
+LOG = [
+    b"[2026-11-22 10:00:09] server_args=ServerArgs(model_path='a')",
+    b"[2026-11-22 10:00:09 TP0] Decode batch. #running-req: 2",
+    logged(ids="[" + ", ".join(map(str, range(10_000))) + "]", tokens=10_000),  # 48 KB
+    logged_json({"input_ids": list(range(40)), "text": None}, tokens=40),
+]
+
+
+def docker(line, piece=1 << 14):
+    line += b"\n"
+    for i in range(0, len(line), piece):
+        row = {"log": line[i : i + piece].decode(), "stream": "stderr", "time": "2026-11-22T10:0"}
+        yield orjson.dumps(row)
+        if len(line) > piece:  # what the server's other stream says in between
+            yield b'{"log":"INFO: 127.0.0.1 POST /generate\\n","stream":"stdout","time":"2026"}'
+
+
+def cri(line, piece=1 << 14):
+    for i in range(0, len(line), piece):
+        tag = b"F" if i + piece >= len(line) else b"P"
+        yield b"2026-11-22T10:00:10.123456789Z stderr " + tag + b" " + line[i : i + piece]
+        yield b"2026-11-22T10:00:10.123456789Z stdout F INFO: 127.0.0.1 POST /generate"
+
+
+@pytest.mark.parametrize(
+    "collected",
+    [
+        docker,
+        cri,
+        lambda line: [b"sglang-1  | " + line],
+        lambda line: [b"[pod/sglang-0/server] " + line],
+        lambda line: [b"Nov 22 10:00:10 host python3[4711]: " + line],
+        lambda line: [b"2026-11-22T10:00:10.123Z " + line],
+        lambda line: [orjson.dumps({"date": 1.5, "kubernetes": {}, "message": line.decode()})],
+        lambda line: [orjson.dumps({"severity": "INFO", "textPayload": line.decode()})],
+    ],
+)
+def test_a_log_that_was_collected(collected):
+    plain = read(*LOG).trace
+    assert plain.prompt.tolist() == [10_000, 40] and shared(plain, 0, 1) == 1
+    found = read(*(piece for line in LOG for piece in collected(line)))
+    assert found.bad == 0 and found.notes == ()
+    assert names_of(found.trace, 0) == names_of(plain, 0)
+    assert names_of(found.trace, 1) == names_of(plain, 1)
+    assert found.trace.arrival.tolist() == plain.arrival.tolist()
+
+
+@pytest.mark.parametrize("collected", [lambda line: [line], docker, cri])
+def test_a_log_without_requests_names_the_flag(collected):
+    lines = [piece for line in LOG[:2] for piece in collected(line)]
+    with pytest.raises(ValueError, match="no request has finished.*--log-requests --log-requests-"):
+        read(*lines)
+
+
+def compressed(file, data):
+    file.write_bytes(data)
+    with file.open("rb") as opened:
+        return read(*(line.rstrip(b"\n") for line in decompressed(opened)))
+
+
+def test_gzip_is_read_and_its_damage_is_named(tmp_path):
+    data = b"\n".join(hashed(64, *[(64 * i, 2) for i in range(3, 90)]))
+    packed = gzip.compress(data)
+    for content in (data, packed):
+        found = compressed(tmp_path / "any name", content)
+        assert found.trace.size == 87 and found.trace.block_tokens == 64
+    for damaged in (packed[:-20], packed[:100] + b"\0" * 50 + packed[150:]):
+        with pytest.raises(ValueError, match="its compression is damaged: "):
+            compressed(tmp_path / "damaged", damaged)
+
+
+def test_zstandard_is_read_or_what_reads_it_is_named(tmp_path, monkeypatch):
+    # A frame by hand: the size in one byte, then one last raw block.
+    line = b'{"prompt": [1, 2, 3], "output_length": 17}\n'
+    frame = b"\x28\xb5\x2f\xfd\x20" + bytes([len(line)])
+    frame += (len(line) << 3 | 1).to_bytes(3, "little") + line
+    if importlib.util.find_spec("zstandard"):
+        assert compressed(tmp_path / "a.zst", frame).trace.output.tolist() == [17]
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(ValueError, match="by Zstandard: pip install zstandard"):
+        compressed(tmp_path / "a.zst", frame)

@@ -1,32 +1,33 @@
-"""The library API: plan, append, run, explain, over packs and as on a Hopper GPU."""
+"""The library API where it decodes: plan, append, run, explain, by either family."""
 
 import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import sgl_prefix_attn
 from sgl_prefix_attn.api import wrapper as api
 from sgl_prefix_attn.execute.backends.torch_backend import TorchBackend
-from sgl_prefix_attn.execute.backends.torch_row_tiles import TorchRowTiles
 from sgl_prefix_attn.execute.lse import Lse
-from sgl_prefix_attn.plan import STRATEGIES
+from sgl_prefix_attn.plan.profit import STRATEGIES
 from sgl_prefix_attn.records import HeadConfig
+from tests.support.examples import examples
 from tests.support.forests import path_table, path_tables
 from tests.support.problems import assert_attention, make_problem
 from tests.support.running import paths_of, plan_wrapper, planned_wrapper, wrapper
+from tests.support.torch_hopper import TorchHopper, wrappers_as_on_hopper
 
 CPU, HEADS = torch.device("cpu"), HeadConfig(8, 2, 32)
 
 
-@pytest.fixture(scope="module", params=[TorchBackend, TorchRowTiles], autouse=True)
+@pytest.fixture(scope="module", params=[TorchBackend, TorchHopper], autouse=True)
 def backend(request):
-    """What wrappers run, unless a strategy asks for packs; torch stands for the kernels."""
+    """What wrappers run by themselves; torch stands for the kernels."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.param is TorchRowTiles:
-            patch.setattr(api, "why_no_row_tiles", lambda *args: None)
+        if request.param is TorchHopper:
+            wrappers_as_on_hopper(patch)
         yield request.param
 
 
@@ -43,12 +44,11 @@ def run(made, problem):
     st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     st.sampled_from(STRATEGIES),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_plan_append_run(table, heads, dtype, strategy):
     problem = make_problem(table, heads, dtype)
-    made = planned_wrapper(problem, strategy=strategy)
-    is_row_tiles = strategy == "calibrated" and api.why_no_row_tiles(CPU, heads, dtype) is None
-    assert type(made._executor.backend) is (TorchRowTiles if is_row_tiles else TorchBackend)
+    kernels = "auto" if strategy == "calibrated" else "portable"  # which knows the others
+    made = planned_wrapper(problem, strategy=strategy, kernels=kernels)
     run(made, problem)
     generator = torch.Generator().manual_seed(1)
     for _ in range(2):
@@ -57,7 +57,7 @@ def test_plan_append_run(table, heads, dtype, strategy):
 
 
 @given(path_tables(lengths=(16, 32, 48)), st.sampled_from([1, 16]))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_a_block_table_gives_the_same_plan(table, page_size):
     """Wherever the tree's nodes are whole pages and tails have different pages. Tiles follow the
     order of the nodes: of them it is what is shared that is the same."""
@@ -68,22 +68,15 @@ def test_a_block_table_gives_the_same_plan(table, page_size):
     by_table.plan_block_table(block_table, problem.seq_lens)
 
     plans = [made.explain() for made in (by_table, by_paths)]
-    is_packs = "packs" in plans[0]
-
-    def read(plan):
-        if is_packs:
-            return sorted(sorted(p.items()) for p in plan["packs"])
-        return [plan[name] for name in ("num_nodes", "kv_tokens_unique")]
-
-    def same(one, other):
-        return torch.equal(one, other) or not is_packs  # run() judges both
-
-    assert read(plans[0]) == read(plans[1])
-    assert same(run(by_table, problem), run(by_paths, problem))
+    for name in ("num_nodes", "kv_tokens_unique"):
+        assert plans[0][name] == plans[1][name]
+    run(by_table, problem)
+    run(by_paths, problem)
     slots = problem.grow(torch.Generator().manual_seed(1))
     by_paths.append(slots)
     by_table.append(slots)
-    assert same(run(by_table, problem), run(by_paths, problem))
+    run(by_table, problem)
+    run(by_paths, problem)
 
 
 def test_lengths_and_rows_may_be_lists_and_int64():
@@ -115,7 +108,7 @@ def test_out_is_written_in_place():
     assert given_out is out and lse.values.shape == (2, HEADS.num_qo_heads)
 
 
-def test_rows_of_row_tiles_begin_at_16_bytes(backend):
+def test_rows_begin_at_16_bytes():
     problem = make_problem(path_table([(-1, 20)], [0, 0], [3, 4]), HEADS)
     made = planned_wrapper(problem)
     size = HEADS.num_qo_heads * HEADS.head_dim
@@ -123,11 +116,8 @@ def test_rows_of_row_tiles_begin_at_16_bytes(backend):
     kv = (problem.k, problem.v)
     for q in (wide[:, :size].view(2, 8, 32), whole[2:].view(2, 8, 32)):
         q.copy_(problem.q)
-        if backend is TorchRowTiles:
-            with pytest.raises(ValueError, match="q must have rows .* multiples of 16 bytes"):
-                made.run(q, kv)
-        else:
-            assert torch.equal(made.run(q, kv), made.run(problem.q, kv))
+        with pytest.raises(ValueError, match="q must have rows .* multiples of 16 bytes"):
+            made.run(q, kv)
 
 
 def test_plans_follow_each_other():
@@ -162,49 +152,44 @@ def test_a_refused_plan_leaves_the_current_one():
     made.append(problem.grow(torch.Generator().manual_seed(1)))
     other = make_problem(path_table([(-1, 30)], [0, 0, 0], [3, 4, 5]), HEADS)
     other.req_to_token[other.pool[1], 7] = 0  # a shared slot that differs
-    with pytest.raises(ValueError, match="slots in req_to_token differ"):
+    with pytest.raises(ValueError, match="slots in req_to_token agree"):
         made.plan(paths_of(other.paths), other.seq_lens, other.req_to_token, other.pool)
     run(made, problem)
     assert made.explain()["appended"] == 1
 
 
 def test_explain():
-    problem = make_problem(path_table([(-1, 20)], [0, 0, -1], [3, 4, 7]), HEADS)
-    made = planned_wrapper(problem, strategy="naive")
+    problem = make_problem(path_table([(-1, 128)], [0, 0, -1], [3, 4, 7]), HEADS)
+    made = planned_wrapper(problem, strategy="naive", kernels="portable")
     made.append(problem.grow(torch.Generator().manual_seed(1)))
     plan = made.explain()
-    assert plan.pop("num_items") == 4
+    found = plan.pop("tiles")
+    assert plan.pop("num_items") == sum(len(tile["parts"]) for tile in found)
+    assert plan.pop("num_tiles") == len(found) and plan.pop("num_partials") > 0
     assert plan == {
         "strategy": "naive",
         "batch_size": 3,
         "appended": 1,
         "num_nodes": 1,
-        "num_packs": 4,
-        "num_partials": 4,
-        "kv_tokens_read": 20 + 3 + 4 + 7,
-        "kv_tokens_query_centric": 23 + 24 + 7,
-        "kv_tokens_unique": 34,
-        "packs": [
-            {"queries": [0, 1], "kv_start": 0, "kv_end": 20, "grows": False},
-            {"queries": [0], "kv_start": 20, "kv_end": 24, "grows": True},
-            {"queries": [1], "kv_start": 20, "kv_end": 25, "grows": True},
-            {"queries": [2], "kv_start": 0, "kv_end": 8, "grows": True},
-        ],
+        "kv_tokens_read": 128 + 3 + 4 + 7,
+        "kv_tokens_query_centric": 131 + 132 + 7,
+        "kv_tokens_unique": 142,
     }
+    (alone,) = (tile for tile in found if tile["split_off"])
+    assert sorted(alone["requests"]) == [0, 1]
+    assert [(run["start"], run["end"]) for run in alone["runs"]] == [(0, 128)]
 
 
-def test_explain_row_tiles(backend):
+def test_explain_a_merged_node():
     problem = make_problem(path_table([(-1, 128)], [0, 0], [3, 4]), HEADS)
     made = planned_wrapper(problem)
-    made.append(problem.grow(torch.Generator().manual_seed(1)))
     plan = made.explain()
-    assert ("tiles" in plan, "packs" in plan) == (backend is TorchRowTiles, backend is TorchBackend)
-    assert (plan["strategy"], plan["appended"]) == ("calibrated", 1)
-    for tile in plan.get("tiles", ()):
-        assert sorted(tile["requests"]) == [0, 1] and tile["parts"]
-        runs = sorted((run["start"], run["end"], run["requests"]) for run in tile["runs"])
-        assert [run[:2] for run in runs] == [(0, 128), (128, 131), (128, 132)]
-        assert sorted(runs[0][2]) == [0, 1] and [run[2] for run in runs[1:]] == [(0,), (1,)]
+    assert (plan["strategy"], plan["appended"]) == ("calibrated", 0)
+    (tile,) = plan["tiles"]
+    assert sorted(tile["requests"]) == [0, 1] and tile["parts"]
+    runs = sorted((run["start"], run["end"], run["requests"]) for run in tile["runs"])
+    assert [run[:2] for run in runs] == [(0, 128), (128, 131), (128, 132)]
+    assert sorted(runs[0][2]) == [0, 1] and [run[2] for run in runs[1:]] == [(0,), (1,)]
 
 
 def test_headroom_is_a_hard_limit():
@@ -234,14 +219,13 @@ def test_before_plan(call):
 
 
 def test_kernels_that_are_asked_for(backend):
-    default = api.PrefixDecodeWrapper(8, 2, 32, device="cpu", dtype=torch.float32)
+    default = api.PrefixAttentionWrapper(8, 2, 32, device="cpu", dtype=torch.float32)
     assert type(default._executor.backend) is backend
-    assert type(wrapper(HEADS, kernels="triton")._executor.backend) is TorchBackend
-    if backend is TorchRowTiles:
-        made = wrapper(HEADS, kernels="row_tiles")
-        assert type(made._executor.backend) is TorchRowTiles
-        with pytest.raises(ValueError, match="kernels.*strategy:pat"):
-            wrapper(HEADS, kernels="row_tiles", strategy="pat")
+    assert type(wrapper(HEADS, kernels="portable")._executor.backend) is TorchBackend
+    if backend is TorchHopper:
+        assert type(wrapper(HEADS, kernels="hopper")._executor.backend) is TorchHopper
+        with pytest.raises(ValueError, match="strategy pat.*kernels portable"):
+            wrapper(HEADS, kernels="hopper", strategy="pat")
 
 
 def test_exported():

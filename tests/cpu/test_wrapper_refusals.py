@@ -1,12 +1,14 @@
 """The library API refuses bad input with a ValueError that names the argument and the row."""
 
 import math
+import re
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
 
-from sgl_prefix_attn import PrefixDecodeWrapper
+from sgl_prefix_attn import PrefixAttentionWrapper
 from sgl_prefix_attn.records import HeadConfig
 from tests.support.forests import path_table
 from tests.support.problems import assert_attention, make_problem
@@ -15,13 +17,21 @@ from tests.support.running import planned_wrapper, wrapper
 HEADS = HeadConfig(8, 2, 32)
 
 
+@contextmanager
+def refused(message):
+    """In the words of all refusals."""
+    with pytest.raises(ValueError, match=message) as error:
+        yield
+    assert re.fullmatch(r"[a-z_]+(\[\d\])? must .+, got .+", str(error.value), re.DOTALL)
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
         ({"heads": (7, 2, 32)}, r"num_qo_heads \(7\) must be a multiple of num_kv_heads \(2\)"),
         ({"heads": (0, 1, 32)}, "num_qo_heads must be a positive integer"),
-        ({"heads": (8, 2, 8)}, "head_dim must be between 16 and 256, got 8"),
-        ({"heads": (8, 2, 512)}, "head_dim must be between 16 and 256, got 512"),
+        ({"heads": (8, 2, 8)}, "head_dim must be 16 to 256, got 8"),
+        ({"heads": (8, 2, 512)}, "head_dim must be 16 to 256, got 512"),
         ({"heads": (8, 2.0, 32)}, "num_kv_heads must be a positive integer"),
         ({"page_size": 0}, "page_size must be an integer >= 1"),
         ({"page_size": 1.5}, "page_size must be an integer >= 1"),
@@ -34,10 +44,12 @@ HEADS = HeadConfig(8, 2, 32)
         ({"sm_scale": math.nan}, "sm_scale must be a finite number"),
         ({"dtype": torch.float64}, "dtype must be one of .*float32.*got torch.float64"),
         ({"dtype": torch.int8}, "dtype must be one of"),
+        ({"kv_dtype": torch.float8_e5m2}, "kv_dtype must be torch.float8_e4m3fn, or None"),
+        ({"kv_dtype": torch.float16}, "kv_dtype must be torch.float8_e4m3fn, or None"),
         ({"device": "cuda"}, "dtype must be float16 or bfloat16 on a GPU"),
         ({"strategy": "best"}, "strategy must be one of query, .*got 'best'"),
-        ({"kernels": "cuda"}, "kernels must be auto, row_tiles or triton; got 'cuda'"),
-        ({"kernels": "row_tiles"}, "kernels, or .*row tiles cannot run here .device:cpu"),
+        ({"kernels": "cuda"}, "kernels must be auto, .* got 'cuda'"),
+        ({"kernels": "hopper"}, "kernels, or .*kernels cannot run here .device:cpu"),
         ({"logits_soft_cap": -1.0}, "logits_soft_cap must be >= 0"),
         ({"logits_soft_cap": math.nan}, "logits_soft_cap must be a finite number"),
         ({"logits_soft_cap": math.inf}, "logits_soft_cap must be a finite number"),
@@ -47,14 +59,14 @@ HEADS = HeadConfig(8, 2, 32)
 def test_constructor_refuses(options, message):
     options = {"dtype": torch.float32, "heads": (8, 2, 32), "device": "cpu", **options}
     with pytest.raises(ValueError, match=message):
-        PrefixDecodeWrapper(*options.pop("heads"), **options)
+        PrefixAttentionWrapper(*options.pop("heads"), **options)
 
 
-@pytest.mark.parametrize("kernels", ["auto", "triton"])
+@pytest.mark.parametrize("kernels", ["auto", "portable"])
 def test_heads_that_the_kernels_do_not_take_are_refused(kernels, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(ValueError, match="no kernels on cpu for group_size:129"):
-        PrefixDecodeWrapper(129, 1, 64, device="cpu", dtype=torch.float16, kernels=kernels)
+        PrefixAttentionWrapper(129, 1, 64, device="cpu", dtype=torch.float16, kernels=kernels)
 
 
 @pytest.mark.parametrize(
@@ -68,8 +80,8 @@ def test_heads_that_the_kernels_do_not_take_are_refused(kernels, monkeypatch):
 def test_a_gpu_that_is_not_there_is_refused_with_what_is(gpus, device, there, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    with pytest.raises(ValueError, match=f"device is '{device}', but torch .* sees {there}"):
-        PrefixDecodeWrapper(8, 2, 32, device=device, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=f"device must .* torch .* sees, {there}, got"):
+        PrefixAttentionWrapper(8, 2, 32, device=device, dtype=torch.bfloat16)
 
 
 def plan_arguments():
@@ -99,52 +111,56 @@ def negative_slot():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"seq_lens": torch.tensor([], dtype=torch.int64), "paths": []}, "seq_lens is empty"),
-        ({"seq_lens": [12, 0, 5]}, r"seq_lens\[1\] is 0, must be 1 to 2147483647"),
-        ({"seq_lens": [12, 20, -5]}, r"seq_lens\[2\] is -5"),
+        ({"seq_lens": torch.tensor([], dtype=torch.int64), "paths": []}, "seq_lens must hold"),
+        ({"seq_lens": [12, 0, 5]}, r"seq_lens\[1\] must be 1 to 2147483647, got 0"),
+        ({"seq_lens": [12, 20, -5]}, r"seq_lens\[2\] must be 1 to .* got -5"),
         ({"seq_lens": [12, 20, 5.0]}, "seq_lens must be one-dimensional integers"),
         ({"seq_lens": [[12, 20, 5]]}, "seq_lens must be one-dimensional integers"),
         ({"seq_lens": torch.tensor(12)}, "seq_lens must be one-dimensional integers"),
         ({"seq_lens": [True, True, True]}, "seq_lens must be one-dimensional integers"),
-        ({"seq_lens": [12, 31, 5]}, r"seq_lens\[1\] is 31 but req_to_token holds 30"),
-        ({"seq_lens": [12, 20, 2**32 + 5]}, r"seq_lens\[2\] is 4294967301"),
-        ({"seq_lens": [12, 20]}, "paths has 3 rows, seq_lens 2"),
-        ({"seq_lens": [10, 20, 5]}, r"paths\[0\] holds 10 tokens but seq_lens\[0\] is 10"),
-        ({"seq_lens": [12, 14, 5]}, r"paths\[1\] holds 15 tokens but seq_lens\[1\] is 14"),
-        ({"paths": [[(7, 10)], [(7, 11), (8, 5)], []]}, r"paths\[1\] contradicts.*length 11"),
-        ({"paths": [[(7, 10)], [(8, 5), (7, 10)], []]}, r"paths\[1\] contradicts.*node 7"),
-        ({"paths": [[(7, 4), (7, 4)], [], []]}, r"paths\[0\] contradicts"),
-        ({"paths": [[(7, 10)], [(7, 10), (8, 0)], []]}, r"paths\[1\]: node 8 has length 0"),
-        ({"paths": [[(7, 10)], [(7, 10), (8, -2)], []]}, r"paths\[1\]: node 8 has length -2"),
+        ({"seq_lens": [12, 31, 5]}, r"seq_lens\[1\] must be at most 30.* req_to_token .* got 31"),
+        ({"seq_lens": [12, 20, 2**32 + 5]}, r"seq_lens\[2\] must be .* got 4294967301"),
+        ({"seq_lens": [12, 20]}, "paths must have as many rows as seq_lens, 2, got 3"),
+        ({"seq_lens": [10, 20, 5]}, r"paths\[0\] must hold at most 9 of the 10 tokens .* got 10"),
+        ({"seq_lens": [12, 14, 5]}, r"paths\[1\] must hold at most 13 of the 14 tokens .* got 15"),
+        (
+            {"paths": [[(7, 10)], [(7, 11), (8, 5)], []]},
+            r"paths\[1\] must have node 7.* got length 11",
+        ),
+        ({"paths": [[(7, 10)], [(8, 5), (7, 10)], []]}, r"paths\[1\] must have node 7"),
+        ({"paths": [[(7, 4), (7, 4)], [], []]}, r"paths\[0\] must go down .* got node 7"),
+        ({"paths": [[], [(7, 4), (8, 1), (7, 4)], []]}, r"paths\[1\] must go down .* got node 7"),
+        ({"paths": [[(7, 10)], [(7, 10), (8, 0)], []]}, r"paths\[1\] .* length >= 1, got 8: 0"),
+        ({"paths": [[(7, 10)], [(7, 10), (8, -2)], []]}, r"paths\[1\] .* length >= 1, got 8: -2"),
         ({"paths": [[(7, 10)], [(7, 10), (8, 2.5)], []]}, r"paths\[1\]"),
         ({"paths": [[(7, 10)], [(7, 10), (8, "5")], []]}, r"paths\[1\]"),
         ({"paths": [[(7, 10)], [(7, 10), ("b", 5)], []]}, r"paths\[1\]"),
         ({"paths": [[(7, 10)], [(7, 10), 8], []]}, r"paths\[1\]"),
         ({"paths": [[(7, 10)], [(7, 10), (8, 5, 1)], []]}, r"paths\[1\]"),
-        ({"paths": [[], []]}, "paths has 2 rows, seq_lens 3"),
+        ({"paths": [[], []]}, "paths must have as many rows as seq_lens, 3, got 2"),
         ({"paths": 5}, "paths must be a sequence, .* got 5"),
         ({"paths": torch.tensor(5)}, "paths must be a sequence, .* got tensor"),
         ({"paths": [None, [(7, 10)], []]}, r"paths\[0\] must hold pairs of integers"),
-        ({"paths": [[(2**70, 10)], [], []]}, rf"paths\[0\]: node {2**70} does not fit int64"),
-        ({"paths": [[], [(-(2**63) - 1, 10)], []]}, r"paths\[1\]: node -\d+ does not fit int64"),
+        ({"paths": [[(2**70, 10)], [], []]}, rf"paths\[0\] must .* fit int64, got {2**70}"),
+        ({"paths": [[], [(-(2**63) - 1, 10)], []]}, r"paths\[1\] must .* fit int64, got -\d+"),
         ({"seq_lens": [[12], [20, 5]]}, "seq_lens must be one-dimensional integers"),
         ({"seq_lens": torch.ones(3, dtype=torch.bfloat16)}, "seq_lens must be one-dimensional"),
         ({"req_to_token": [[1, 2]] * 4}, "req_to_token must be a tensor, got list"),
-        ({"req_pool_indices": [0, 1, 4]}, r"req_pool_indices\[2\] is 4, .*has 4 rows"),
-        ({"req_pool_indices": [0, -1, 3]}, r"req_pool_indices\[1\] is -1"),
-        ({"req_pool_indices": [0, 1]}, "req_pool_indices has 2 rows, seq_lens 3"),
+        ({"req_pool_indices": [0, 1, 4]}, r"req_pool_indices\[2\] must be 0 to 3, got 4"),
+        ({"req_pool_indices": [0, -1, 3]}, r"req_pool_indices\[1\] must be 0 to 3, got -1"),
+        ({"req_pool_indices": [0, 1]}, "req_pool_indices must have as many rows .* got 2"),
         ({"req_pool_indices": [0.0, 1.0, 3.0]}, "req_pool_indices must be one-dimensional int"),
         ({"req_to_token": torch.zeros(4, 30)}, "req_to_token must be a two-dimensional int"),
         ({"req_to_token": torch.zeros(30, dtype=torch.int32)}, "req_to_token must be a two-dim"),
-        ({"req_to_token": different_shared_slot()}, r"paths\[1\] shares KV positions 0 to 10 with"),
-        ({"req_pool_indices": [0, 2, 3]}, r"paths\[1\] shares KV positions 0 to 10 with request 0"),
-        ({"req_to_token": negative_slot()}, "req_to_token: row of request 2 holds a negative"),
+        ({"req_to_token": different_shared_slot()}, r"paths\[1\] .* request 0 .* got 0 to 10"),
+        ({"req_pool_indices": [0, 2, 3]}, r"paths\[1\] .* request 0 .* got 0 to 10"),
+        ({"req_to_token": negative_slot()}, "req_to_token must hold no neg.* request 2"),
     ],
 )
 def test_plan_refuses(change, message):
     made = wrapper(HEADS)
     made.plan(**plan_arguments())
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         made.plan(**{**plan_arguments(), **change})
 
 
@@ -154,18 +170,18 @@ TABLE = torch.tensor([[1, 2, 3], [1, 2, 4]], dtype=torch.int32)
 @pytest.mark.parametrize(
     "table, seq_lens, message",
     [
-        (TABLE, [9, 13], r"seq_lens\[1\] is 13 but block_table holds 12"),
-        (TABLE, [9], "block_table has 2 rows, seq_lens 1"),
-        (TABLE, [], "seq_lens is empty"),
-        (TABLE, [9, 0], r"seq_lens\[1\] is 0"),
+        (TABLE, [9, 13], r"seq_lens\[1\] must be at most 12.* block_table holds, got 13"),
+        (TABLE, [9], "block_table must have as many rows as seq_lens, 1, got 2"),
+        (TABLE, [], "seq_lens must hold at least one request"),
+        (TABLE, [9, 0], r"seq_lens\[1\] must be 1 to .* got 0"),
         (TABLE.float(), [9, 9], "block_table must be a two-dimensional int"),
         (TABLE[0], [9, 9], "block_table must be a two-dimensional int"),
         (TABLE.tolist(), [9, 9], "block_table must be a tensor, got list"),
-        (TABLE - 4, [9, 9], "block_table.* row .*0"),
+        (TABLE - 4, [9, 9], "block_table must hold no negative slots, got one .* request 0"),
     ],
 )
 def test_plan_block_table_refuses(table, seq_lens, message):
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         wrapper(HEADS, page_size=4).plan_block_table(table, seq_lens)
 
 
@@ -176,17 +192,20 @@ def test_block_table_entries_behind_the_last_page_are_ignored():
 
 
 def run_arguments(problem):
-    return {"q": problem.q, "kv_cache": (problem.k, problem.v), "out": torch.empty_like(problem.q)}
+    out = torch.empty_like(problem.q)
+    return {"q": problem.q, "kv_cache": (problem.k, problem.v), "out": out, "v_scale": 1.0}
 
 
 CHANGES = [
     ("q", lambda t: t[:1], r"q must have shape \(2, 8, 32\), got \(1, 8, 32\)"),
     ("q", lambda t: t[:, :4], r"q must have shape"),
     ("q", lambda t: t.flatten(1), r"q must have shape"),
-    ("q", lambda t: t.half(), "q has dtype torch.float16, the wrapper was made for torch.float32"),
+    ("q", lambda t: t.half(), "q must have the wrapper's dtype, torch.float32, got torch.float16"),
     ("q", lambda t: t.transpose(1, 2).contiguous().transpose(1, 2), "q must be contiguous"),
+    ("v_scale", lambda scale: 0.5, "v_scale must be 1 for caches of the wrapper's dtype, got 0.5"),
+    ("v_scale", lambda scale: math.inf, "v_scale must be a finite number"),
     ("out", lambda t: t[:1], "out must have shape"),
-    ("out", lambda t: t.double(), "out has dtype torch.float64"),
+    ("out", lambda t: t.double(), "out must have the wrapper's dtype, .* got torch.float64"),
     ("q", lambda t: t.tolist(), "q must be a tensor, got list"),
     ("q", lambda t: None, "q must be a tensor, got NoneType"),
     ("out", lambda t: t.numpy(), "out must be a tensor, got ndarray"),
@@ -195,10 +214,10 @@ CHANGES = [
     ("kv_cache", lambda kv: kv[:1], r"kv_cache must be a pair \(k, v\)"),
     ("kv_cache", lambda kv: (kv[0][:, :1], kv[1]), r"kv_cache\[0\] must have shape \(slots, 2, 32"),
     ("kv_cache", lambda kv: (kv[0], kv[1][..., :16]), r"kv_cache\[1\] must have shape"),
-    ("kv_cache", lambda kv: (kv[0], kv[1].bfloat16()), r"kv_cache\[1\] has dtype torch.bfloat16"),
-    ("kv_cache", lambda kv: (kv[0][:5], kv[1]), r"kv_cache\[0\] has 5 slots but .* reads slot"),
-    ("kv_cache", lambda kv: (kv[0], kv[1][:5]), r"kv_cache\[1\] has 5 slots but .* reads slot"),
-    ("kv_cache", lambda kv: (kv[0].to("meta"), kv[1]), r"kv_cache\[0\] is on meta"),
+    ("kv_cache", lambda kv: (kv[0], kv[1].bfloat16()), r"kv_cache\[1\] must .* got torch.bfloat16"),
+    ("kv_cache", lambda kv: (kv[0][:5], kv[1]), r"kv_cache\[0\] must have slot \d+, .* got 5"),
+    ("kv_cache", lambda kv: (kv[0], kv[1][:5]), r"kv_cache\[1\] must have slot \d+, .* got 5"),
+    ("kv_cache", lambda kv: (kv[0].to("meta"), kv[1]), r"kv_cache\[0\] must be .* cpu, got meta"),
 ]
 
 
@@ -208,7 +227,7 @@ def test_run_refuses(name, change, message):
     made = planned_wrapper(problem)
     arguments = run_arguments(problem)
     arguments[name] = change(arguments[name])
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         made.run(**arguments)
 
 
@@ -223,7 +242,7 @@ def test_run_refuses(name, change, message):
 def test_append_refuses(slots):
     problem = make_problem(path_table([(-1, 20)], [0, 0], [3, 4]), HEADS)
     made = planned_wrapper(problem)
-    with pytest.raises(ValueError, match="out_cache_loc"):
+    with refused("out_cache_loc"):
         made.append(slots)
     assert made.explain()["appended"] == 0
     assert_attention(problem, made.run(problem.q, (problem.k, problem.v)))
@@ -233,7 +252,7 @@ def test_appended_slots_count_as_read():
     problem = make_problem(path_table([(-1, 20)], [0, 0], [3, 4]), HEADS)
     made = planned_wrapper(problem)
     made.append(torch.tensor([1, problem.k.shape[0]]))
-    with pytest.raises(ValueError, match=r"kv_cache\[0\] has \d+ slots but .* reads slot"):
+    with refused(r"kv_cache\[0\] must have slot \d+, which the plan"):
         made.run(problem.q, (problem.k, problem.v))
 
 
@@ -251,13 +270,13 @@ def test_every_single_shared_slot_that_differs_is_found():
         rows.append([*shared, *range(100 + 30 * request, 130 + 30 * request)][:30])
     slots = torch.tensor(rows, dtype=torch.int32)
     seq_lens = [sum(tokens for _, tokens in path) + 2 for path in paths]
-    wrapper = PrefixDecodeWrapper(8, 2, 32, device="cpu", dtype=torch.float32)
-    wrapper.plan(paths, seq_lens, slots, range(9))
+    made = wrapper(HEADS)
+    made.plan(paths, seq_lens, slots, range(9))
     requests_below = {n: sum(n in dict(path) for path in paths) for n in range(5)}
     for row, path in enumerate(paths):
         shared = sum(tokens for n, tokens in path if requests_below[n] > 1)
         for position in range(shared):
             wrong = slots.clone()
             wrong[row, position] = 999
-            with pytest.raises(ValueError, match=r"paths\[\d\] shares KV positions"):
-                wrapper.plan(paths, seq_lens, wrong, range(9))
+            with refused(r"paths\[\d\] must share with request \d"):
+                made.plan(paths, seq_lens, wrong, range(9))

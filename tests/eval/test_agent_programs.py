@@ -126,9 +126,10 @@ SERVED = {
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_backends_do_the_same_work_and_prefix_steps_run(tmp_path, monkeypatch, capsys):
     # A model of this size is too small for the policy to choose prefix kernels.
-    monkeypatch.setenv("SGL_PREFIX_ATTN_POLICY", "prefix")
+    monkeypatch.setenv("PREFIX_ATTN_POLICY", "prefix")
     out = tmp_path / "agents.json"
     status = bench_agents.main(
         [

@@ -1,18 +1,21 @@
 """eval.bench_multi_token on the CPU: the torch interpreter stands for the kernel."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from eval import provenance
-from eval.bench_multi_token.__main__ import bench, main
-from eval.bench_multi_token.providers import PROVIDERS, Prepared, prefix
-from eval.bench_multi_token.workload import Workload
+from eval.bench_kernel.case import build_case
+from eval.bench_kernel.providers.planned import PlannedRunnable
+from eval.bench_multi_token import Workload, bench, main
 from sgl_prefix_attn.records import HeadConfig
 
 HEADS = HeadConfig(8, 2, 16)
-ARGS = ["--device", "cpu", "--heads", "8/2", "--head-dim", "16", "--dtype", "bf16"]
+ARGS = ["--device", "cpu", "--heads", "8/2", "--head-dim", "16"]
 
 
+@pytest.mark.slow
 def test_a_run_is_written_with_what_is_missing(tmp_path, capsys):
     out = tmp_path / "out.json"
     workloads = "1,5_70,9:4;3_40:1;2_90:80"
@@ -24,32 +27,35 @@ def test_a_run_is_written_with_what_is_missing(tmp_path, capsys):
     assert all(row["status"] == "ok" and row["us"] > 0 for row in ours)
     assert all(row["tiles"] > 0 and row["predicted_us"] > 0 for row in ours)
     others = [row for row in result["rows"] if row["provider"] == "fa3"]
-    assert all(row["status"].startswith("failed: ModuleNotFoundError") for row in others)
+    assert all(row["status"].startswith("unavailable: needs an NVIDIA GPU") for row in others)
     assert "us" not in others[0] and "1,5_70,9:4, 8/2 heads" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("spoil", ["not causal", "a row", "timed"])
-def test_wrong_outputs_have_no_time(spoil, monkeypatch):
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [("not causal", "first run"), ("a row", "off by nan"), ("timed", "timed, layer 0")],
+)
+def test_wrong_outputs_have_no_time(spoil, says, monkeypatch):
     """Attention that sees later tokens, a row that is not written, an output wrong when timed."""
     workload = Workload.parse("1,5_70,9:4")
-    case = workload.case(HEADS, torch.float32, torch.device("cpu"))
-    right = prefix(case, workload)
-    runs = []
+    case = build_case(workload.tree, HEADS, 1, torch.float32, torch.device("cpu"), tokens=4)
+    case = replace(case, k=case.k[:2], v=case.v[:2])
+    right, runs = PlannedRunnable.run, []
 
-    def run(layer: int) -> torch.Tensor:
+    def run(self, layer: int) -> torch.Tensor:
         runs.append(layer)
-        out = right.run(layer)
+        out = right(self, layer)
         if spoil == "a row":
             out[7] = float("nan")
         if spoil == "not causal":
             out[2] = out[3]
-        if spoil == "timed" and len(runs) > 1:
+        if spoil == "timed" and len(runs) > 6:  # those of the two plans and of the capture
             out[-1] *= 1.5
         return out
 
-    monkeypatch.setitem(PROVIDERS, "prefix", lambda *_: Prepared(run, {}))
+    monkeypatch.setattr(PlannedRunnable, "run", run)
     (row,) = bench(workload, case, ["prefix"])
-    assert row["status"].startswith("wrong") and "us" not in row
+    assert row["status"].startswith("wrong: ") and says in row["status"] and "us" not in row
 
 
 @pytest.mark.parametrize(

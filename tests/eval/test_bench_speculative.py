@@ -10,10 +10,10 @@ from eval import provenance, report
 from eval.bench_speculative import __main__ as bench
 from eval.bench_speculative import verify_steps
 from eval.engine_process import uses_prefix
-from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.records import PREFIX, STOCK, Decision
 from sgl_prefix_attn.step.extend import ExtendPreparer
 from sgl_prefix_attn.step.preparer import Step
+from tests.eval.fake_engines import fake_engines
 
 ARGS = ["--device", "cpu", "--model-shape", "tiny", "--workload", "3x50+7"]
 ARGS += ["--backends", "flashinfer,prefix/prefix", "--alternations", "2"]
@@ -24,33 +24,30 @@ SECONDS = {
     "fa3/prefix": 0.01,
 }  # a step of the engine
 STEPS = {"prefix:predicted_faster": 6, "stock:graph_batch_size": 2}
-ROUNDS = {"prefix:predicted_faster": 3, "stock:predicted_slower": 5}
 
 
 @pytest.fixture
 def engines(monkeypatch):
     """Engines in which a step takes SECONDS and accepts `accepted` tokens; what they were given."""
-    made = SimpleNamespace(accepted=3.0, arguments={}, env={}, each=[])
+    made = SimpleNamespace(accepted=3.0)
 
-    def start(stack, backend, home, arguments, plugin, env):
-        made.arguments[backend], made.env[backend] = arguments, env
-        made.each.append(arguments)
-        assert (plugin == "eval.bench_speculative.verify_steps") == uses_prefix(backend)
-        if plugin:
-            home.mkdir()
-            counts = {"4": STEPS, "1": {"stock:x": 9}, "drafts": ROUNDS}
-            (home / "verify.json").write_text(json.dumps(counts))
-            assert env[verify_steps.ENV] == str(home / "verify.json")
+    def ask(backend, op, ids, new_tokens):
+        (own,) = (one for one in made.started if one.backend == backend)
+        assert (own.plugin == "eval.bench_speculative.verify_steps") == uses_prefix(backend)
+        if own.plugin:
+            own.home.mkdir(exist_ok=True)
+            counts = {"4": STEPS, "1": {"stock:x": 9}}
+            (own.home / "verify.json").write_text(json.dumps(counts))
+            assert own.env[verify_steps.ENV] == str(own.home / "verify.json")
+        seconds = 0.5 + SECONDS[backend] * new_tokens / made.accepted
+        return {"seconds": seconds, "accepted": made.accepted}
 
-        def ask(op, ids, new_tokens):
-            seconds = 0.5 + SECONDS[backend] * new_tokens / made.accepted
-            return {"seconds": seconds, "accepted": made.accepted}
-
-        return SimpleNamespace(ask=ask, plugins=[])
-
-    monkeypatch.setattr(bench, "start", start)
-    monkeypatch.setattr(bench, "wait_until_up", lambda engines: None)
+    made.started = fake_engines(monkeypatch, ask)
     return made
+
+
+def without_backends(arguments):
+    return {key: value for key, value in arguments.items() if not key.endswith("attention_backend")}
 
 
 def test_rows_hold_tpot_ratio_acceptance_and_the_share_over_plans(engines, tmp_path, capsys):
@@ -63,18 +60,17 @@ def test_rows_hold_tpot_ratio_acceptance_and_the_share_over_plans(engines, tmp_p
     assert stock["accepted"] == prefix["accepted"] == 3.0 and stock["draft_tokens"] == 4
     assert (stock["verify_steps"], stock["prefix_share"]) == ({}, None)
     assert (prefix["verify_steps"], prefix["prefix_share"]) == (STEPS, 0.75)
-    assert (stock["draft_rounds"], stock["draft_prefix_share"]) == ({}, None)
-    assert (prefix["draft_rounds"], prefix["draft_prefix_share"]) == (ROUNDS, 0.375)
     printed = capsys.readouterr().out
-    assert "ratio 0.750  accepted 3.00  over plans 75.0%, drafts 37.5%" in printed
+    assert "ratio 0.750  accepted 3.00  over plans 75.0%" in printed
     assert report.main([str(out)]) == 0
-    assert "| 3 | 50 + 7 | 1 | 8.00 ms (1.000) | 6.00 ms (0.750) |" in capsys.readouterr().out
+    assert "| 3 | 50 + 7 | prefix/prefix | 6.00 ms | 0.750 |" in capsys.readouterr().out
 
 
 def test_all_engines_draft_alike(engines):
     assert bench.main([*ARGS, "--speculative", "5:3"]) == 0
-    stock, prefix = engines.arguments.values()
-    assert stock == prefix and engines.env["flashinfer"]["SGLANG_SIMULATE_ACC_LEN"] == "3"
+    stock, prefix = (without_backends(one.arguments) for one in engines.started)
+    assert stock == prefix
+    assert all(one.env["SGLANG_SIMULATE_ACC_LEN"] == "3" for one in engines.started)
     chosen = {key: value for key, value in stock.items() if key.startswith("speculative")}
     assert chosen.pop("speculative_draft_model_path") != stock["model_path"]
     assert chosen == {
@@ -87,23 +83,16 @@ def test_all_engines_draft_alike(engines):
 
 def test_prefix_verifies_behind_another_prefill_backend(engines):
     assert bench.main([*ARGS, "--backends", "fa3,fa3/prefix"]) == 0
-    stock, prefix = engines.arguments.values()
+    stock, prefix = (without_backends(one.arguments) for one in engines.started)
     assert prefix == stock | {"speculative_attention_mode": "decode"}
 
 
-def test_drafts_may_have_a_backend_of_their_own(engines):
-    backends = {"fa3": None, "fa3+flashinfer": "flashinfer", "fa3/prefix+fa3": "fa3"}
-    assert bench.main([*ARGS, "--backends", ",".join(backends)]) == 0
-    asked = [x.get("speculative_draft_attention_backend") for x in engines.each]
-    assert asked == list(backends.values())
-    assert list(engines.arguments) == ["fa3", "fa3/prefix"], "what SGLang calls them"
-
-
 def test_the_draft_has_one_layer_of_the_targets_shape(tmp_path):
-    bench.draft_arguments(tmp_path / "draft", "llama3.1-8b", 4)
+    arguments = bench.draft_arguments(tmp_path / "draft", "llama3.1-8b", 4)
     config = json.loads((tmp_path / "draft" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle"]
     assert (config["num_hidden_layers"], config["num_key_value_heads"]) == (1, 8)
+    assert arguments["speculative_algorithm"] == "EAGLE"
 
 
 def test_an_acceptance_that_was_not_forced_is_an_error(engines, tmp_path, capsys):
@@ -133,7 +122,6 @@ def test_batches_are_counted_by_tokens_and_decision(monkeypatch, tmp_path):
     answers = [Decision(PREFIX, "forced")] * 6 + [Decision(STOCK, "unshared")] * 3
     monkeypatch.setattr(ExtendPreparer, "prepare", lambda *_: Step(answers.pop(0)))
     monkeypatch.setattr(ExtendPreparer, "pass_over", ExtendPreparer.pass_over)
-    monkeypatch.setattr(StepCounters, "draft", StepCounters.draft)
     verify_steps.register()
     preparer = object.__new__(ExtendPreparer)
     assert verify_steps.read(target, 4) == {}
@@ -153,7 +141,6 @@ def test_batches_that_are_passed_over_are_counted_with_the_last_one_verified(mon
     monkeypatch.setattr(ExtendPreparer, "prepare", lambda *_: Step(stock))
     passed = [None, *[stock] * 6, None]
     monkeypatch.setattr(ExtendPreparer, "pass_over", lambda _: passed.pop(0))
-    monkeypatch.setattr(StepCounters, "draft", StepCounters.draft)
     verify_steps.register()
     preparer = object.__new__(ExtendPreparer)
     for lens, verifies in (([4, 4], True), ([8, 8], False)):
@@ -161,16 +148,3 @@ def test_batches_that_are_passed_over_are_counted_with_the_last_one_verified(mon
     assert [preparer.pass_over() for _ in range(8)] == [None, *[stock] * 6, None]
     preparer.prepare(None, np.array([4, 4], np.int32), None, True)
     assert verify_steps.read(target, 4) == {"stock:unshared": 8}
-
-
-def test_rounds_of_draft_steps_are_counted_beside_them(monkeypatch, tmp_path):
-    target, counters = tmp_path / "verify.json", StepCounters()
-    monkeypatch.setenv(verify_steps.ENV, str(target))
-    monkeypatch.setattr(ExtendPreparer, "prepare", ExtendPreparer.prepare)
-    monkeypatch.setattr(ExtendPreparer, "pass_over", ExtendPreparer.pass_over)
-    monkeypatch.setattr(StepCounters, "draft", StepCounters.draft)
-    verify_steps.register()
-    for reason in ["forced"] * 7 + ["held"]:
-        counters.draft(Decision(PREFIX, reason))
-    rounds = verify_steps.read(target, verify_steps.DRAFTS)
-    assert rounds == {"prefix:forced": 7, "prefix:held": 1} and counters.drafts.total() == 8

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from eval import engine_worker
-from eval.bench_trace import replay_figures, replays, trace
-from eval.bench_trace.ratios import ratios
-from eval.bench_trace.replay_figures import place
-from eval.bench_trace.trace_tables import metric_cells, ratio_cells
+from eval.bench_trace import __main__ as bench_trace
+from eval.bench_trace import replay_figures, trace
+from eval.bench_trace.replay_figures import ratio
+from eval.engine_process import EngineError
+from eval.workloads.load import Request
+from tests.eval.fake_engines import fake_engines
 
 LINE = {"timestamp": 0, "input_length": 700, "output_length": 20, "hash_ids": [0, 1]}
 
@@ -24,14 +27,14 @@ def write(tmp_path, rows):
 
 
 def request(at, tokens=100, output=4, hashes=(0,)):
-    return trace.Request(at, tokens, output, tuple(hashes))
+    return Request(trace.in_blocks(hashes, tokens), output, at)
 
 
 def test_a_trace_is_read_in_order_of_arrival(tmp_path):
     path = write(tmp_path, [LINE | {"timestamp": 3000}, LINE | {"output_length": 5}])
     first, second = trace.read(path)
     assert (first.at, first.output) == (0.0, 5)
-    assert second == trace.Request(3.0, 700, 20, (0, 1))
+    assert second == Request(((0, 512), (1, 188)), 20, 3.0)
 
 
 @pytest.mark.parametrize(
@@ -49,8 +52,7 @@ def test_a_bad_line_is_named(tmp_path, bad):
 def test_a_scaled_prompt_fits_its_blocks():
     full = [request(0.0, 14 * 512, 1000, range(14)), request(0.0, 1, 1, [7])]
     big, small = trace.scale(full, 0.1)
-    block = trace.scaled_block(0.1)
-    assert block == 51 and big.input == 14 * 51 and big.output == 100  # 717 before
+    assert big.parts == tuple((i, 51) for i in range(14)) and big.output == 100  # 717 before
     assert (small.input, small.output) == (1, 1)
     assert trace.scale(full, 1.0) == full
     with pytest.raises(ValueError, match="length scale"):
@@ -61,7 +63,7 @@ def test_requests_of_one_timestamp_are_spread_to_the_next():
     requests = [request(at, hashes=[i]) for i, at in enumerate((0.0, 3.0, 3.0, 3.0, 4.5, 6.0, 6.0))]
     arrivals = trace.spread(requests)
     assert [r.at for r in arrivals] == pytest.approx([0, 3, 3.5, 4, 4.5, 6, 6])
-    assert [r.hashes for r in arrivals] == [r.hashes for r in requests]
+    assert [r.parts for r in arrivals] == [r.parts for r in requests]
     assert trace.spread([]) == []
 
 
@@ -94,35 +96,48 @@ def test_windows_that_cannot_be(times, rate, says):
         trace.window([request(at) for at in times], rate, 2.0, 0.0, 1000)
 
 
-def test_prompts_share_what_the_hashes_share():
-    requests = (request(0, 20, hashes=[0, 1, 2]), request(0, 24, hashes=[0, 3, 2]))
-    one, two = trace.prompts(requests, 8, 1024)
-    assert [len(one), len(two)] == [20, 24]
-    assert one[:8] == two[:8] and one[8:16] != two[8:16] and one[16:] == two[16:20]
-    assert trace.prompts(requests[1:], 8, 1024) == [two]
-    assert all(128 <= token < 1024 for token in one + two)
+def test_prompts_share_what_the_hashes_share(tmp_path):
+    both = (request(0, 1200, hashes=[0, 1, 2]), request(0, 1300, hashes=[0, 3, 2]))
+    args = types.SimpleNamespace(model_shape="tiny")
+
+    def written(*requests):
+        path = bench_trace.write_requests(tmp_path / "r.json", trace.Window(requests, 0), args)
+        return [row["ids"] for row in json.loads(path.read_text())]
+
+    one, two = written(*both)
+    assert [len(one), len(two)] == [1200, 1300]
+    assert one[:512] == two[:512] and one[512:1024] != two[512:1024]
+    assert one[1024:] == two[1024:1200]
+    assert written(both[1]) == [two] and all(0 <= token < 1024 for token in one + two)
 
 
-def test_engines_replay_the_same_file_in_both_orders(tmp_path):
+def test_engines_replay_the_same_file_in_both_orders(tmp_path, monkeypatch):
     asked = []
 
-    def engine(name):
-        def ask(op, path):
-            asked.append((name, op, json.loads(Path(path).read_text())))
-            return {"requests": [name]}
+    def ask(name, op, path):
+        asked.append((name, op, json.loads(Path(path).read_text())))
+        return {"requests": [name]}
 
-        return types.SimpleNamespace(ask=ask)
-
-    engines = {name: engine(name) for name in "abc"}
+    fake_engines(monkeypatch, ask, pool_tokens=640)
     window = trace.Window((request(0.0, 10), request(1.5, 12, 3)), 0)
-    path = replays.write_requests(tmp_path / "1.json", window, 16, 1024)
-    replays.warm_up(engines, path)
-    assert [name for name, *_ in asked] == ["a", "b", "c"]
-    replayed = list(replays.alternate(engines, path, 2))
+    names = ("backend", "rate", "alternation", "window", "timed")
+    monkeypatch.setattr(
+        bench_trace.replay_figures, "row", lambda *replay: dict(zip(names, replay, strict=True))
+    )
+    args = types.SimpleNamespace(
+        model_shape="tiny", length_scale=1 / 32, pool_tokens=640, backends=list("abc"),
+        device=torch.device("cpu"), alternations=2,
+    )  # fmt: skip
+    rows = list(bench_trace._run(tmp_path, args, {1.0: window}))
+    assert [name for name, *_ in asked[:3]] == ["a", "b", "c"], "warm-up"
+    replayed = [(row["backend"], row["alternation"], row["timed"]) for row in rows]
     assert replayed == [
         (name, i, [name]) for i, order in enumerate(("abc", "cba")) for name in order
     ]
     assert {op for _, op, _ in asked} == {"replay"} and len(asked) == 9
+    args.pool_tokens = 704
+    with pytest.raises(EngineError, match="a has room for 640 KV tokens only"):
+        list(bench_trace._run(tmp_path, args, {1.0: window}))
     for _, _, sent in asked:
         lengths = [(r["at"], len(r["ids"]), r["new_tokens"]) for r in sent]
         assert lengths == [(0.0, 10, 4), (1.5, 12, 3)] and sent == asked[0][2]
@@ -163,69 +178,57 @@ def test_figures_when_nothing_completes():
     assert row["completed"] == 0 and row["achieved_rate"] == 0.0
     assert row["ttft_ms"] == {"median": None, "p90": None, "p99": None}
     assert row["each"] == {"ttft_ms": [None], "tpot_ms": [None]}
-    figures = replay_figures.summarize([row])[0]["ttft_ms"]
-    assert figures["p99_is"] is None and metric_cells(figures) == ("-", "-")
+    assert replay_figures.summarize([row])[0]["ttft_ms"] == {"median": None, "ratio": None}
+    assert "| 1 | prefix | - | - | - | - |" in replay_figures.markdown([row])
 
 
-def replay(backend, rate, median, p99):
-    times, each = {"median": median, "p90": p99, "p99": p99}, [median, median, p99]
+def replay(backend, rate, each):
     return {
-        "backend": backend, "rate": rate, "sent": 3, "completed": 3, "achieved_rate": rate,
-        "input_tokens": 100, "cached_tokens": 20,
-        "ttft_ms": times, "tpot_ms": times, "late_ms": {"p99": 1.0},
-        "each": {"ttft_ms": each, "tpot_ms": each},
+        "backend": backend, "rate": rate, "sent": len(each), "completed": len(each),
+        "input_tokens": 100, "cached_tokens": 20, "each": {"ttft_ms": each, "tpot_ms": each},
     }  # fmt: skip
 
 
 def test_summary_compares_with_the_first_backend_at_the_same_rate():
     rows = []
-    for median, p99 in ((10.0, 30.0), (12.0, 50.0), (11.0, 40.0)):
+    for median in (10.0, 12.0, 11.0):
         rows += [
-            replay("stock", 1.0, median, p99), replay("ours", 1.0, 2 * median, p99 + 11),
-            replay("low", 1.0, median, p99 - 11), replay("stock", 2.0, 100.0, 300.0),
+            replay("stock", 1.0, [median] * 3), replay("ours", 1.0, [2 * median] * 3),
+            replay("stock", 2.0, [100.0] * 3), replay("ours", 9.0, [1.0] * 3),
         ]  # fmt: skip
     entries = {(e["rate"], e["backend"]): e["ttft_ms"] for e in replay_figures.summarize(rows)}
-    ours = entries[1.0, "ours"]
-    assert ours["ratios"]["median"].value == pytest.approx(2.0)
-    assert ours["stock_p99"] == [30.0, 50.0]
-    assert (ours["p99"], ours["p99_is"]) == (51.0, "above")
-    assert entries[1.0, "low"]["p99_is"] == "below"
-    # The ends of a range are inside.
-    assert [place(v, 1.0, 2.0) for v in (0.9, 1.0, 2.0, 2.1)] == ["below", *["inside"] * 2, "above"]
-    assert entries[1.0, "stock"]["p99_is"] == "inside"
-    assert entries[2.0, "stock"]["ratios"] is None
-    # A rate that stock did not replay has no ratio.
-    figures = replay_figures.summarize([rows[0], replay("ours", 9.0, 1.0, 1.0)])[1]["ttft_ms"]
-    assert figures["median"] == 1.0 and metric_cells(figures) == ("1.00 ms", "1.0 ms")
-    assert figures["ratios"] is None and ratio_cells(figures) == ("-", "-", "-")
+    assert entries[1.0, "ours"]["ratio"].value == pytest.approx(2.0)
+    assert entries[1.0, "stock"]["ratio"] is entries[2.0, "stock"]["ratio"] is None
+    assert entries[9.0, "ours"] == {"median": 1.0, "ratio": None}, "stock did not replay it"
+    text = replay_figures.markdown(rows)
+    assert "| 1 | stock | 11.00 | 11.00 | - | - | 20.0 % | 9 of 9 |" in text
+    interval = "2.000 (1.667 to 2.400)"  # 20 / 12 to 24 / 10
+    assert f"| 1 | ours | 22.00 | 22.00 | {interval} | {interval} | 20.0 % | 9 of 9 |" in text
 
 
 def test_the_median_is_of_all_requests_of_all_replays():
     """Two of three replays coalesce a burst otherwise than the third."""
-    rows = [replay("stock", 1.0, 10.0, 30.0) for _ in range(3)]
-    for row, each in zip(rows, ([1.0, 2.0, 9.0], [3.0, 8.0, 9.0], [3.0, 8.0, 9.0]), strict=True):
-        row["each"]["ttft_ms"] = each
+    eaches = ([1.0, 2.0, 9.0], [3.0, 8.0, 9.0], [3.0, 8.0, 9.0])
+    rows = [replay("stock", 1.0, each) for each in eaches]
     (entry,) = replay_figures.summarize(rows)
     assert entry["ttft_ms"]["median"] == 8.0
     rows[0]["each"]["ttft_ms"] = [1.0, 2.0, 2.5]
-    rows[1] |= {"input_tokens": 300, "cached_tokens": 180, "sent": 2}
+    rows[1] |= {"input_tokens": 300, "cached_tokens": 180, "completed": 2}
     (entry,) = replay_figures.summarize(rows)
     assert entry["ttft_ms"]["median"] == 3.0
-    assert entry["cached_share"] == pytest.approx(220 / 500) and entry["least_sent"] == 2
+    assert entry["cached_share"] == pytest.approx(220 / 500)
+    assert (entry["sent"], entry["completed"]) == (9, 8)
 
 
 def test_each_request_is_paired_with_its_own_times_on_stock():
     """A request that another place in its burst slowed tenfold is one ratio among others."""
     rows = []
     for slow in (1.0, 1.0, 10.0):
-        rows += [replay("stock", 1.0, 1.0, 1.0), replay("ours", 1.0, 1.0, 1.0)]
-        rows[-2]["each"]["ttft_ms"] = [100.0, 200.0, 300.0 * slow, 50.0]
-        rows[-1]["each"]["ttft_ms"] = [102.0 * slow, 206.0, 303.0, None]
+        rows.append(replay("stock", 1.0, [100.0, 200.0, 300.0 * slow, 50.0]))
+        rows.append(replay("ours", 1.0, [102.0 * slow, 206.0, 303.0, None]))
     ours = replay_figures.summarize(rows)[1]
-    assert ours["ttft_ms"]["ratios"]["each"].value == pytest.approx(1.02)  # of 1.02, 1.03, 1.01
-    assert ours["ttft_ms"]["ratios"]["median"].value == pytest.approx(206 / 150)
-    median, each, _ = ratio_cells(ours["ttft_ms"])
-    assert median.startswith("1.373 (") and each.startswith("1.020 (")
+    assert ours["ttft_ms"]["ratio"].value == pytest.approx(1.02)  # of 1.02, 1.03, 1.01
+    assert str(ours["ttft_ms"]["ratio"]).startswith("1.020 (")
 
 
 def noisy(rng, factor, noise, count=5, requests=40):
@@ -234,33 +237,29 @@ def noisy(rng, factor, noise, count=5, requests=40):
     return times * (1 + noise * rng.standard_normal((count, requests)))
 
 
+@pytest.mark.slow
 def test_the_interval_holds_the_true_ratio_and_grows_with_the_noise():
     rng = np.random.default_rng(5)
     quiet, loud = (
-        ratios(noisy(rng, 1.1, noise), noisy(rng, 1.0, noise)) for noise in (0.001, 0.05)
+        ratio(noisy(rng, 1.1, noise), noisy(rng, 1.0, noise)).interval for noise in (0.001, 0.05)
     )
-    for name in ("median", "each", "p99"):
-        low, high = quiet[name].interval
-        assert 1.09 < low < 1.1 < high < 1.11, name
-        wide = loud[name].interval
-        assert wide[0] < 1.1 < wide[1] and wide[1] - wide[0] > 5 * (high - low), name
+    assert 1.09 < quiet[0] < 1.1 < quiet[1] < 1.11
+    assert loud[0] < 1.1 < loud[1] and loud[1] - loud[0] > 5 * (quiet[1] - quiet[0])
     # A slow replay widens the interval, not the ratio of each request.
     ours, stock = noisy(rng, 1.0, 0.001), noisy(rng, 1.0, 0.001)
     ours[3:] *= 1.5
-    each = ratios(ours, stock)["each"]
-    assert each.value == pytest.approx(1.0, abs=0.01) and each.interval[1] > 1.4
+    found = ratio(ours, stock)
+    assert found.value == pytest.approx(1.0, abs=0.01) and found.interval[1] > 1.4
 
 
 def test_what_a_ratio_needs():
     """Two replays for an interval, a request that both completed for a ratio of its own."""
     a, b = np.array([[2.0, np.nan]]), np.array([[1.0, 4.0]])
-    assert str(ratios(a, b)["each"]) == "2.000" and ratios(a, b)["each"].interval is None
-    apart = ratios(a, np.array([[np.nan, 4.0]]))
-    assert apart["each"] is None and apart["median"].value == 0.5
-    nothing = ratios(np.full((3, 2), np.nan), b)
-    assert nothing == {"median": None, "each": None, "p99": None}
+    assert str(ratio(a, b)) == "2.000" and ratio(a, b).interval is None
+    assert ratio(a, np.array([[np.nan, 4.0]])) is None
+    assert ratio(np.full((3, 2), np.nan), b) is None
     # A replay of which nothing completed is left out.
-    assert str(ratios(np.array([[np.nan, np.nan], [2.0, 8.0]]), b)["p99"]) == "2.000"
+    assert str(ratio(np.array([[np.nan, np.nan], [2.0, 8.0]]), b)) == "2.000"
 
 
 class Manager:

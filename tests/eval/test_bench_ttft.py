@@ -1,11 +1,10 @@
 """eval.bench_ttft with engines that answer at once."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from eval import bench_ttft, provenance, report
 from eval.bench_ttft import Prompts
+from tests.eval.fake_engines import fake_engines
 
 ARGS = ["--device", "cpu", "--model-shape", "tiny", "--requests", "6", "--groups", "3,6",
         "--cached", "5,9", "--new", "2,4", "--batches", "3"]  # fmt: skip
@@ -26,20 +25,16 @@ def test_prompts_share_their_groups_prefix_and_nothing_else():
 def test_engines_take_turns_and_ratios_are_to_the_first(tmp_path, monkeypatch, capsys):
     asked = []
 
-    def start(stack, backend, home, arguments):
-        def ask(op, ids=(), new_tokens=1):
-            asked.append((backend, op, len(ids)))
-            return {"seconds": {"torch_native": 0.5, "prefix/prefix": 0.25}[backend]}
+    def ask(backend, op, ids=(), new_tokens=1):
+        asked.append((backend, op, len(ids)))
+        return {"seconds": {"torch_native": 0.5, "prefix/prefix": 0.25}[backend]}
 
-        assert arguments["max_total_tokens"] > 2 * 9 + 5 * 6 * 4
-        return SimpleNamespace(ask=ask)
-
-    monkeypatch.setattr(bench_ttft, "start", start)
-    monkeypatch.setattr(bench_ttft, "wait_until_up", lambda engines: None)
+    started = fake_engines(monkeypatch, ask)
     out = tmp_path / "out.json"
     backends = ["--backends", "torch_native,prefix/prefix", "--json", str(out)]
     assert bench_ttft.main([*ARGS, *backends]) == 0
     rows = provenance.load(out)["rows"]
+    assert all(one.arguments["max_total_tokens"] > 2 * 9 + 5 * 6 * 4 for one in started)
     assert [(row["group"], row["backend"], row["ratio"]) for row in rows] == [
         (3, "torch_native", 1.0), (3, "prefix/prefix", 0.5),
         (6, "torch_native", 1.0), (6, "prefix/prefix", 0.5),

@@ -1,6 +1,7 @@
-"""eval.compare_outputs logprobs and gsm8k without an engine."""
+"""eval.compare_outputs logprobs without an engine."""
 
-import json
+import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,15 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from eval.chat import conversation
 from eval.compare_outputs import __main__ as compare_outputs
-from eval.compare_outputs import gsm8k, teacher
-from eval.compare_outputs.logprob_judgement import compare, problem
+from eval.compare_outputs import subject, teacher
+from eval.compare_outputs.logprobs import compare, differ, problem, turned_problem
 from eval.compare_outputs.teacher import Recorder, Sampled
-from eval.engine_process import EngineError
+from eval.word_tokenizer import write_word_model
 
 
 def sampled(request="shared/0", context=5, token=3, logprob=-1.0, **changes):
-    known = {"decode": True, "greedy": token, "variant": None}
+    top = ((token, logprob), (token + 1, logprob - 2.0))
+    known = {"decode": True, "greedy": token, "top": top, "variant": None}
     return Sampled(request, context, token=token, logprob=logprob, **known | changes)
 
 
@@ -39,6 +42,50 @@ def test_the_error_of_log_probabilities():
     assert error.mean == pytest.approx((10 * 0.25 + 2.0) / 40)
     assert error.equal_greedy == pytest.approx(39 / 40)
     assert compare(REFERENCE, REFERENCE[7:]).tokens == 33, "steps that ran stock are left out"
+
+
+def test_the_perplexity_of_both_engines():
+    error = compare(REFERENCE, shifted(-0.5))
+    assert error.perplexity == pytest.approx((math.exp(1.0), math.exp(1.5)))
+
+
+def turned(gap, steps):
+    """The reference's steps, the first of which would have chosen the second best token."""
+    other = list(REFERENCE)
+    for i in range(steps):
+        best = ((4, -1.0), (3, -1.0 - gap))
+        other[i] = replace(other[i], greedy=4, top=best)
+    return other
+
+
+def with_gap(gap):
+    return [replace(s, top=((3, -1.0), (4, -1.0 - gap))) for s in REFERENCE]
+
+
+def test_greedy_texts_part_at_near_ties_alone():
+    tie = differ(with_gap(0.001), turned(0.001, 1))
+    assert tie.max_gap == pytest.approx(0.001) and tie.equal_share == 0.75
+    assert turned_problem(differ(REFERENCE, REFERENCE), []) is None
+    # One of four texts parts at once, where rounding may turn the best two.
+    last = [*REFERENCE[:-1], replace(REFERENCE[-1], greedy=4, top=((4, -1.0), (3, -1.001)))]
+    assert turned_problem(differ(with_gap(0.001), last), []) is None
+    wide = [*REFERENCE[:-1], replace(REFERENCE[-1], greedy=4, top=((4, -1.0), (3, -1.5)))]
+    found = turned_problem(differ(REFERENCE, wide), [])
+    assert "top-2 gap of 2.000" in found
+    # As wide a gap turns between two stock engines.
+    assert turned_problem(differ(REFERENCE, wide), [differ(REFERENCE, wide)]) is None
+
+
+def test_a_text_is_cut_into_what_requests_begin_and_go_on_with():
+    text = list(range(300))
+    requests = subject.going_on(text, 50)
+    assert [len(r["ids"]) for r in requests] == [64, 114, 164, 214]
+    for request in requests:
+        begun = len(request["ids"])
+        assert request["ids"] + request["then"] == text[: begun + 50]
+        steps = teacher.fixed("text/0", begun, request["then"])
+        assert [step.context for step in steps] == list(range(begun, begun + 50))
+        assert [step.token for step in steps] == request["then"]
 
 
 @pytest.mark.parametrize(
@@ -86,6 +133,8 @@ def test_an_engine_goes_on_with_the_teacher_s_tokens(tmp_path, monkeypatch):
             output.next_token_logits.zero_()  # as a sampler that works in place
             return logits.argmax(dim=1)
 
+        teacher.write(record.with_suffix(".lesson"), lessons)
+        lessons = teacher.read(record.with_suffix(".lesson"))
         tokens = Recorder(record, lessons).around_sample(original, None, output, batch)
         return tokens.tolist(), teacher.read(record)
 
@@ -97,6 +146,20 @@ def test_an_engine_goes_on_with_the_teacher_s_tokens(tmp_path, monkeypatch):
     expected = torch.log_softmax(logits, dim=-1)
     assert steps[0].logprob == pytest.approx(expected[0, 2].item())
     assert greedy[0].logprob == pytest.approx(expected[0, 1].item())
+    for step, best, second in ((steps[0], 1, 2), (steps[1], 0, 2)):
+        assert [token for token, _ in step.top] == [best, second]
+    assert [value for _, value in steps[1].top] == pytest.approx(expected[1, [0, 2]].tolist())
+
+
+def test_a_trained_model_is_asked_chats_below_one_prompt(tmp_path, monkeypatch):
+    model = write_word_model(tmp_path / "model", "tiny")
+    monkeypatch.setattr(subject.smollm2, "model", lambda place: model)
+    asked = subject.trained(64)
+    assert asked.model == model and asked.layers == 2
+    chats = [request["ids"] for request in asked.requests["chats"]]
+    common = os.path.commonprefix(chats)
+    assert len(common) >= len(conversation.SYSTEM.split()) and len(chats) == 24
+    assert asked.requests["text"] and all(len(r["then"]) == 64 for r in asked.requests["text"])
 
 
 class Engine:
@@ -106,7 +169,7 @@ class Engine:
 
     def __init__(self, arguments, folder, *, plugin, env):
         self.record = Path(env[teacher.RECORD_ENV])
-        self.has_teacher = teacher.TEACHER_ENV in env
+        self.has_teacher = bool(teacher.read(Path(env[teacher.TEACHER_ENV])))
         self.ours = arguments["attention_backend"] == "prefix"
 
     def __enter__(self):
@@ -116,15 +179,13 @@ class Engine:
         pass
 
     def ask(self, op, requests):
-        recorder = Recorder(self.record, [])
         assert self.has_teacher == (self.record.parent.name != "torch_native")
-        with recorder._record.open("a") as out:
-            for request in requests:
-                for step in range(5):  # the first by prefill, the last one step too many
-                    changes = {"decode": step > 0, "variant": "prefix" if self.ours else None}
-                    row = sampled(request["id"], len(request["ids"]) + step, **changes)
-                    row = replace(row, logprob=-1.0 + self.shift * self.ours)
-                    out.write(json.dumps(vars(row)) + "\n")
+        for request in requests:
+            for step in range(5):  # the first by prefill, the last one step too many
+                changes = {"decode": step > 0, "variant": "prefix" if self.ours else None}
+                row = sampled(request["id"], len(request["ids"]) + step, **changes)
+                row = replace(row, logprob=-1.0 + self.shift * self.ours)
+                teacher.write(self.record, [row])
 
 
 def test_engines_are_judged_along_the_first_one_s_tokens(tmp_path, monkeypatch, capsys):
@@ -151,7 +212,11 @@ def test_engines_are_judged_along_the_first_one_s_tokens(tmp_path, monkeypatch, 
     [
         (["logprobs", "--device=cpu", "--backends=prefix,triton"], "prefix is first"),
         (["logprobs", "--device=cpu", "--backends=triton"], "two or more"),
-        (["gsm8k", "--device=cpu", "--backends=fa3,fa3"], "two or more"),
+        (["logprobs", "--device=cpu", "--backends=fa3,fa3"], "names one twice"),
+        (
+            ["logprobs", "--device=cpu", "--backends=fa3,prefix", "--model=smollm2", "--scale=2"],
+            "--scale: not with --model",
+        ),
     ],
 )
 def test_bad_arguments_end_with_usage(argv, says, capsys):
@@ -165,18 +230,3 @@ def test_bf16_needs_a_yardstick(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         compare_outputs.main(["logprobs", "--backends=flashinfer,prefix"])
     assert "two stock ones" in capsys.readouterr().err
-
-
-def test_gsm8k_without_a_checkpoint_says_that_it_was_not_run(capsys):
-    assert compare_outputs.main(["gsm8k", "--device", "cpu"]) == 2
-    assert "gsm8k was not run" in capsys.readouterr().err
-
-
-def test_figures_of_gsm8k():
-    said = "Accuracy: 0.765\nInvalid: 0.005\nLatency: 9.1 s\n"
-    assert gsm8k.figures(said) == {"accuracy": 0.765, "invalid": 0.005}
-    with pytest.raises(EngineError, match="no route"):
-        gsm8k.figures("no route")
-    assert gsm8k.problem(0.76, 0.70, 200) is None
-    assert "accuracy 0.600" in gsm8k.problem(0.76, 0.60, 200)
-    assert gsm8k.problem(1.0, 1.0, 200) is None

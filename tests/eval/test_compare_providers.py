@@ -2,24 +2,23 @@
 
 import sys
 import types
-from dataclasses import replace
 
 import pytest
 import torch
 
-from eval.bench_kernel import compare_providers
-from eval.bench_kernel.candidate import Candidate
+from eval.bench_kernel import case as case_module
+from eval.bench_kernel import compare_providers, providers, turns
 from eval.bench_kernel.case import build_case
-from eval.bench_kernel.compare_providers import DeviceLost, compare
+from eval.bench_kernel.compare_providers import compare
+from eval.bench_kernel.oracle import attend
 from eval.bench_kernel.providers import make_providers
-from eval.bench_kernel.providers.fa3 import FlashAttention3Runnable
-from eval.bench_kernel.providers.plain_torch import PlainTorch
-from sgl_prefix_attn.api import wrapper
-from sgl_prefix_attn.calibrate.measure import tensor_cores
-from sgl_prefix_attn.plan import Planner
-from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
+from eval.bench_kernel.turns import Candidate, Entry
+from sgl_prefix_attn.engine.determinism import PART_TOKENS
+from sgl_prefix_attn.execute import row_sums
 from sgl_prefix_attn.records import HeadConfig
+from sgl_prefix_attn.tools.calibrate.stock_decode import tensor_cores
 from tests.eval.kernel_settings import CPU, H100, HEADS, setting_of
+from tests.eval.plain_torch import PlainTorch
 
 
 class Changed(PlainTorch):
@@ -27,7 +26,8 @@ class Changed(PlainTorch):
     `change(provider, case, layer, run)`; counts runs and plans."""
 
     def __init__(self, change, name="changed"):
-        self.name, self._change, self.runs, self.plans, self.outs = name, change, 0, 0, {}
+        super().__init__(name)
+        self._change, self.runs, self.plans, self.outs = change, 0, 0, {}
 
     def prepare(self, case):
         runnable, outs = super().prepare(case), case.new_out()
@@ -46,10 +46,45 @@ class Changed(PlainTorch):
 
 def status_of(change, tree="1,4_32,16"):
     provider = Changed(change)
-    (row,) = compare(setting_of(tree), [provider], H100, {})
-    assert (row.us is None) == (row.us_rounds is None) == (row.plan_us is None)
-    assert (row.us is None) == (row.status != "ok")
-    return row.status, provider
+    (row,) = compare(setting_of(tree), [provider], H100)
+    assert (row["us"] is None) == (row["us_rounds"] is None) == (row["plan_us"] is None)
+    assert (row["us"] is None) == (row["status"] != "ok")
+    return row["status"], provider
+
+
+E4M3 = torch.float8_e4m3fn
+
+
+class Narrowing(PlainTorch):
+    """Plain torch that rounds queries and probabilities to the KV cache's dtype."""
+
+    def __init__(self, narrows):
+        super().__init__("narrowing")
+        self.narrows = narrows
+
+    def prepare(self, case):
+        def run(layer):
+            arguments = case.k[layer], case.v[layer], torch.float32, case.dtype
+            return attend(case, *arguments, narrow=case.kv_dtype)
+
+        return types.SimpleNamespace(run=run, plan=lambda: None)
+
+
+def test_a_narrow_cache_is_half_the_floor_and_is_read_as_it_is():
+    wide, narrow = setting_of("1,4_320,16"), setting_of("1,4_320,16", kv_dtype=E4M3)
+    prefix = make_providers(["prefix"])
+    rows = [row for setting in (wide, narrow) for row in compare(setting, prefix, H100)]
+    assert [(row["dtype"], row["status"]) for row in rows] == [("bf16", "ok"), ("fp8_e4m3", "ok")]
+    assert rows[0]["floor_us"] == pytest.approx(2 * rows[1]["floor_us"], abs=2e-3)
+
+
+def test_rounded_queries_are_wrong_but_for_those_that_are_known_to_round():
+    setting = setting_of("1,4_320,16", kv_dtype=E4M3)
+    told, untold = (
+        row for narrows in (True, False) for row in compare(setting, [Narrowing(narrows)], H100)
+    )
+    assert told["status"] == "ok" and 0.01 < told["error"] < 0.1
+    assert untold["status"].startswith("wrong") and untold["error"] == told["error"]
 
 
 def right(provider, case, layer, run):
@@ -67,7 +102,7 @@ def drop_last_token(provider, case, layer, run):
 
 
 def swap_two_rows(provider, case, layer, run):
-    return run(layer)[[1, 0, *range(2, case.tree.batch_size)]]
+    return run(layer)[[1, 0, *range(2, case.batch_size)]]
 
 
 def leave_one_head_unwritten(provider, case, layer, run):
@@ -116,8 +151,8 @@ def swap_rows_after_another_plan(provider, case, layer, run):
     [
         (read_layer_0_in_every_layer, "first run, layer 1: "),
         (zero_layer_1, "first run, layer 1: "),
-        (compute_layer_0_alone, "first run, layer 1: error nan"),
-        (compute_layer_0_alone_later, "planned again, layer 1: error nan"),
+        (compute_layer_0_alone, "first run, layer 1: row 0 is off by nan"),
+        (compute_layer_0_alone_later, "planned again, layer 1: row 0 is off by nan"),
         (swap_rows_after_another_plan, "planned again, layer 0: "),
     ],
 )
@@ -152,12 +187,12 @@ def test_providers_take_turns_in_both_orders(monkeypatch):
             self.name = provider.name
 
     monkeypatch.setattr(Named, "us", us)
-    monkeypatch.setattr(compare_providers, "Candidate", Named)
+    monkeypatch.setattr(turns, "Candidate", Named)
     providers = [Changed(right, "a"), Changed(right, "b")]
-    a, b = compare(setting_of("1,4_32,16"), providers, H100, {})
+    a, b = compare(setting_of("1,4_32,16"), providers, H100)
     assert calls == ["a", "b", "b", "a", "a", "b"]
-    assert (a.us, a.us_rounds) == (7.0, [5.0, 9.0, 7.0])
-    assert (b.us, b.us_rounds) == (60.0, [50.0, 70.0, 60.0])
+    assert (a["us"], a["us_rounds"]) == (7.0, [5.0, 9.0, 7.0])
+    assert (b["us"], b["us_rounds"]) == (60.0, [50.0, 70.0, 60.0])
 
 
 def fail_when_timed(provider, case, layer, run):
@@ -168,81 +203,68 @@ def fail_when_timed(provider, case, layer, run):
 
 def test_a_provider_that_raises_is_a_line_and_the_others_go_on():
     class Broken(PlainTorch):
-        name = "broken"
-
         def prepare(self, case):
             raise OSError("no such kernel")
 
-    providers = [Broken(), Changed(fail_when_timed, "late"), Changed(right, "right")]
-    rows = {row.provider: row for row in compare(setting_of("1,4_32,16"), providers, H100, {})}
-    assert rows["broken"].status == "failed: OSError: no such kernel"
-    assert rows["late"].status == "failed: RuntimeError: launch failed" and rows["late"].us is None
-    assert rows["right"].status == "ok" and len(rows["right"].us_rounds) == compare_providers.ROUNDS
-
-
-def test_a_lost_gpu_leaves_a_line_for_every_provider(monkeypatch):
-    def attempt(step, entry, setting):
-        if entry.provider.name == "culprit":
-            entry.end("failed: illegal access")
-            raise DeviceLost("culprit on 1,4_32,16: illegal access")
-        attempt_one(step, entry, setting)
-
-    attempt_one = compare_providers._attempt
-    monkeypatch.setattr(compare_providers, "_attempt", attempt)
-    providers = [Changed(right, "a"), Changed(right, "culprit"), Changed(right, "b")]
-    rows = []
-    with pytest.raises(DeviceLost):
-        rows.extend(compare(setting_of("1,4_32,16"), providers, H100, {"b": "not here"}))
-    status = [row.status for row in rows]
-    assert status[0].startswith("failed: no GPU left to measure on, culprit")
-    assert status[1:] == ["failed: illegal access", "unavailable: not here"]
+    providers = [Broken("broken"), Changed(fail_when_timed, "late"), Changed(right, "right")]
+    rows = {row["provider"]: row for row in compare(setting_of("1,4_32,16"), providers, H100)}
+    assert rows["broken"]["status"] == "failed: OSError: no such kernel"
+    assert (
+        rows["late"]["status"] == "failed: RuntimeError: launch failed"
+        and rows["late"]["us"] is None
+    )
+    assert rows["right"]["status"] == "ok" and len(rows["right"]["us_rounds"]) == turns.ROUNDS
 
 
 @pytest.mark.parametrize("raises", [True, False])
-def test_an_error_that_stays_is_a_lost_gpu(monkeypatch, raises):
+def test_an_error_that_stays_is_a_line_of_every_provider(monkeypatch, raises):
+    """As after an illegal access: what follows fails at its first synchronisation."""
+    entries = [Entry(PlainTorch(), {"status": "ok"}) for _ in range(2)]
+
     def synchronize():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     def step(entry):
-        if raises:
+        if raises and entry is entries[0]:
             raise ValueError("bad launch")
 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    on_gpu = replace(setting_of("1,4_32,16"), device=torch.device("cuda"))
-    entry = compare_providers._entry(on_gpu, PlainTorch(), H100, {})
-    with pytest.raises(DeviceLost, match="torch on 1,4_32,16: CUDA error"):
-        compare_providers._attempt(step, entry, on_gpu)
-    assert entry.row.status.startswith("failed: ValueError" if raises else "failed: CUDA error")
+    for entry in entries:
+        turns._attempt(step, entry, torch.device("cuda"))
+    first = "ValueError: bad launch" if raises else "RuntimeError: CUDA error"
+    assert entries[0].row["status"].startswith(f"failed: {first}")
+    assert entries[1].row["status"].startswith("failed: RuntimeError: CUDA error")
 
 
 class Paged(PlainTorch):
-    name = "paged"
-
     def page_size(self, requested):
         return max(32, requested)
 
 
 def test_page_sizes_are_timed_together_while_their_pools_fit(monkeypatch):
-    setting, providers = setting_of("1,4_32,16"), [Paged(), PlainTorch()]
+    setting, providers = setting_of("1,4_32,16"), [Paged("paged"), PlainTorch()]
     (group,) = compare_providers._groups(setting, providers)
     assert [p.name for p in group] == ["torch", "paged"]
     monkeypatch.setattr(compare_providers, "_MAX_POOL_BYTES", 1e5)
     groups = compare_providers._groups(setting, providers)
     assert [[p.name for p in group] for group in groups] == [["torch"], ["paged"]]
-    rows = list(compare(setting, providers, H100, {}))
-    assert [(row.provider, row.status, row.run_page_size) for row in rows] == [
+    rows = list(compare(setting, providers, H100))
+    assert [(row["provider"], row["status"], row["run_page_size"]) for row in rows] == [
         ("torch", "ok", None), ("paged", "ok", 32)
     ]  # fmt: skip
 
 
 def test_flashinfer_decodes_with_tensor_cores_as_sglang_decides():
     for dtype, wanted in ((torch.bfloat16, [1, 1, 0, 0]), (torch.float16, [1, 1, 0, 0]),
-                          (torch.float32, [0, 0, 0, 0])):  # fmt: skip
+                          (torch.float32, [0, 0, 0, 0]), (E4M3, [1, 1, 1, 1])):  # fmt: skip
         heads = [HeadConfig(*counts, 128) for counts in ((32, 8), (64, 8), (16, 8), (32, 32))]
         assert [tensor_cores(config, dtype) for config in heads] == wanted
 
 
-def test_fa3_reads_one_schedule_for_all_layers_that_a_plan_renews_in_place(monkeypatch):
+@pytest.mark.parametrize(("provider", "splits"), [("fa3", 0), ("fa3:one_split", 1)])
+def test_fa3_reads_one_schedule_for_all_layers_that_a_plan_renews_in_place(
+    provider, splits, monkeypatch
+):
     asked, given = [], []
 
     def get_scheduler_metadata(**kwargs):
@@ -257,7 +279,7 @@ def test_fa3_reads_one_schedule_for_all_layers_that_a_plan_renews_in_place(monke
     monkeypatch.setitem(sys.modules, "sgl_kernel.flash_attn", module)
     setting = setting_of("1,4_32,16", page_size=16)
     case = build_case(setting.tree, HEADS, 16, torch.bfloat16, setting.device, seed=0)
-    runnable = FlashAttention3Runnable(case)
+    runnable = make_providers([provider])[0].prepare(case)
     for layer in (0, 1):
         runnable.run(layer)
     runnable.plan()
@@ -268,19 +290,42 @@ def test_fa3_reads_one_schedule_for_all_layers_that_a_plan_renews_in_place(monke
     assert len(asked) == 2 and schedules[0].tolist() == [2] * 17
     names = ("batch_size", "max_seqlen_k", "page_size", "num_heads", "num_heads_k", "headdim")
     assert [asked[1][name] for name in names] == [4, 48, 16, 4, 2, 32]
-    assert asked[1]["num_splits"] == given[0]["num_splits"] == 0
+    assert asked[1]["num_splits"] == given[0]["num_splits"] == splits
     assert asked[1]["causal"] is given[0]["causal"] is True
 
 
-def test_providers_of_this_library_are_told_apart(monkeypatch):
-    names = ["prefix", "prefix:pat", "prefix:triton", "prefix:row_tiles"]
+def test_providers_of_this_library_are_told_apart():
+    names = ["prefix", "prefix:portable", "prefix:pat", "prefix:merged", "prefix:hopper"]
     providers = make_providers(names)
     assert [provider.name for provider in providers] == names
-    case = build_case(setting_of("1,4_64,16").tree, HEADS, 1, torch.float32, CPU, 0)
-    packs = [provider.prepare(case) for provider in providers[:3]]
-    assert all(torch.allclose(packs[0].run(0), other.run(0), atol=1e-5) for other in packs[1:])
-    with pytest.raises(ValueError, match="row tiles cannot run here"):
-        providers[3].prepare(case)
-    monkeypatch.setattr(wrapper, "why_no_row_tiles", lambda *args: None)  # as on Hopper
-    planners = [type(provider.prepare(case)._wrapper._planner) for provider in providers]
-    assert planners == [RowTilePlanner, Planner, Planner, RowTilePlanner]
+    case = build_case(setting_of("1,4_640,16").tree, HEADS, 1, torch.float32, CPU, 0)
+    made = [provider.prepare(case) for provider in providers[:4]]
+    assert all(torch.allclose(made[0].run(0), other.run(0), atol=1e-5) for other in made[1:])
+    assert made[2].facts["num_partials"] > made[3].facts["num_partials"], "nodes are split off"
+    with pytest.raises(ValueError, match="cannot run here"):
+        providers[4].prepare(case)
+
+
+@pytest.mark.slow
+def test_the_deterministic_mode_is_judged_as_every_provider(monkeypatch):
+    """In parts of which requests have several."""
+    monkeypatch.setattr(providers, "PART_TOKENS", 128)
+    monkeypatch.setattr(case_module, "_POOL_BYTES", 0)  # two layers: the interpreter is slow
+    monkeypatch.setattr(turns, "_PLANS", 1)
+    setting = setting_of("1,2,6_90,70,50")
+    invariant, default = make_providers(["prefix:invariant", "prefix"])
+    rows = list(compare(setting, [invariant, default], H100))
+    assert [row["status"] for row in rows] == ["ok", "ok"]
+    assert rows[0]["num_items"] > rows[0]["tiles"] and rows[0]["family"] == "portable"
+    case = build_case(setting.tree, HEADS, 1, torch.bfloat16, CPU, 0)
+    assert invariant.prepare(case).planner.part_tokens == 128
+    monkeypatch.setattr(row_sums, "merged", lambda parts: parts[0])
+    (row,) = compare(setting, [invariant], H100)
+    assert row["status"].startswith("wrong: first run")
+
+
+def test_a_deterministic_servers_parts_are_timed():
+    case = build_case(setting_of("1,4_2040,16").tree, HEADS, 1, torch.float32, CPU, 0)
+    made = make_providers(["prefix:invariant"])[0].prepare(case)
+    assert made.stats.num_items > made.stats.num_tiles
+    assert made.planner.part_tokens == PART_TOKENS

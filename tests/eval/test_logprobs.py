@@ -6,7 +6,7 @@ import pytest
 
 from eval.compare_outputs.__main__ import main
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 SMALL = ("--device", "cpu", "--model-shape", "tiny", "--layers", "3", "--page-size", "1")
 REQUESTS = ("--scenarios", "padding", "--scale", "8", "--backends", "torch_native,prefix")

@@ -10,16 +10,19 @@ import pytest
 import torch
 
 from eval import provenance
-from eval.bench_kernel.case import build_case
+from eval.bench_kernel import case, turns
+from eval.bench_kernel.case import build_batch_case, build_case
 from eval.bench_kernel.floor import Rates
-from eval.bench_kernel.oracle import attend_rows
+from eval.bench_kernel.oracle import Oracle, Wrong, attend_rows, some_rows
+from eval.bench_kernel.providers import planned
 from eval.bench_kernel.providers.fa3 import FlashAttention3Runnable
-from eval.bench_kernel.providers.flashinfer_decode import FlashInferDecodeRunnable
+from eval.bench_kernel.providers.flashinfer import FlashInferDecodeRunnable
+from eval.bench_kernel.providers.planned import ServerRunnable
 from eval.bench_kernel.trees import Tree
 from eval.papers import __main__ as command
-from eval.papers import batches, case, kernels, measure
+from eval.papers import measure
 from eval.papers.batches import unshared
-from eval.papers.experiment import HEADS_IN_ORDER, LLAMA2, LLAMA3, Run
+from eval.papers.experiment import LLAMA2, LLAMA3, Run
 from eval.papers.experiments import EXPERIMENTS
 from sgl_prefix_attn.records import HeadConfig
 
@@ -29,19 +32,22 @@ HEADS = HeadConfig(7, 1, 16)
 RAGGED = unshared("ragged", [1, 63, 37, 130])
 
 
+def ragged_case(page_size):
+    tokens = RAGGED.unique_tokens
+    return build_batch_case(RAGGED.paths, tokens, HEADS, page_size, torch.bfloat16, CPU)
+
+
 # --- ours ---------------------------------------------------------------------------------------
 @pytest.fixture
 def small(monkeypatch):
     monkeypatch.setattr(case, "_MOST_POOLS", 2)
-    monkeypatch.setattr(measure, "_ROUNDS", 1)
+    monkeypatch.setattr(turns, "ROUNDS", 1)
+    monkeypatch.setattr(turns, "_PLANS", 1)
 
 
-@pytest.mark.parametrize("row_tiles", [False, True])
-def test_every_provider_has_a_row_and_ours_is_judged_and_timed(small, monkeypatch, row_tiles):
-    if row_tiles:  # as on a Hopper GPU; on a CPU the interpreter stands for the kernel
-        monkeypatch.setattr(kernels, "why_no_row_tiles", lambda *args: None)
+def test_every_provider_has_a_row_and_ours_is_judged_and_timed(small):
     ours, flashinfer, fa3 = measure.measure(Run(RAGGED, HEADS, 16), RATES, torch.bfloat16, CPU)
-    assert ours["family"] == ("row_tiles" if row_tiles else "triton")
+    assert ours["family"] == "portable"
     assert ours["status"] == "ok" and ours["us"] > 0 and ours["error"] < 2 * ours["error_torch"]
     assert ours["kv_tokens_read"] == ours["unique_tokens"] == 231
     assert ours["server_runs"] == "prefix" and "launches" not in ours
@@ -49,7 +55,7 @@ def test_every_provider_has_a_row_and_ours_is_judged_and_timed(small, monkeypatc
         assert row["status"].startswith("unavailable: needs an NVIDIA GPU") and "us" not in row
 
 
-class Faulty(kernels.ServerRunnable):
+class Faulty(ServerRunnable):
     """Adds to one value of the longest request from the `good`th call on."""
 
     good = 0
@@ -66,9 +72,11 @@ class Faulty(kernels.ServerRunnable):
         return out
 
 
-@pytest.mark.parametrize(("good", "status"), [(0, "wrong: "), (5, "wrong: timed: ")])
+@pytest.mark.parametrize(
+    ("good", "status"), [(0, "wrong: first run, layer 0: "), (12, "wrong: timed, layer 0: ")]
+)
 def test_a_wrong_output_has_no_time(small, monkeypatch, good, status):
-    monkeypatch.setattr(kernels.Server, "runnable", Faulty)
+    monkeypatch.setattr(planned, "ServerRunnable", Faulty)
     monkeypatch.setattr(Faulty, "good", good)
     (row,) = measure.measure(Run(RAGGED, HEADS), RATES, torch.bfloat16, CPU, ("prefix",))
     assert row["status"].startswith(status) and "us" not in row
@@ -78,14 +86,14 @@ def test_what_a_kernel_raises_is_its_row(small, monkeypatch):
     def breaks(self, case):
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(kernels.ServerRunnable, "__init__", breaks)
+    monkeypatch.setattr(ServerRunnable, "__init__", breaks)
     (row,) = measure.measure(Run(RAGGED, HEADS), RATES, torch.bfloat16, CPU, ("prefix",))
     assert row["status"] == "failed: RuntimeError: no such kernel"
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_slots_that_no_request_owns_hold_nan(page_size):
-    made = case.build(RAGGED, HEADS, page_size, torch.bfloat16, CPU)
+    made = ragged_case(page_size)
     owned = np.concatenate(
         [made.req_to_token[i, :n].numpy() for i, n in enumerate(RAGGED.paths.seq_lens)]
     )
@@ -128,7 +136,7 @@ def test_kernels_are_counted_in_a_graph_and_nowhere_else(small, monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
-    assert kernels.count_kernels(runs.append) == 2 and runs == [0]
+    assert measure.count_kernels(runs.append) == 2 and runs == [0]
 
 
 # --- stock kernels' arguments -------------------------------------------------------------------
@@ -159,20 +167,14 @@ def test_flashinfer_is_planned_with_every_requests_length(monkeypatch, ragged, p
     fake = types.SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=FakeFlashInfer)
     monkeypatch.setitem(sys.modules, "flashinfer", fake)
     if ragged:
-        made = case.build(RAGGED, HEADS, page_size, torch.bfloat16, CPU)
+        made = ragged_case(page_size)
     else:
-        tree = Tree.parse("1,3_32,21")
-        made = build_case(tree, HEADS, page_size, torch.bfloat16, CPU, 0)
-        made = replace_batch(made, tree)
-    out = FlashInferDecodeRunnable(made).run(0)
-    assert case.Judge(made, 0).problem(out)[0] is None
-    assert case.Judge(made, 1).problem(out)[0] is not None  # another layer's KV is noticed
-
-
-def replace_batch(made, tree):
-    """A case of a tree with the batch that the judge asks for."""
-    fields = {name: getattr(made, name) for name in made.__dataclass_fields__}
-    return case.Case(**fields, batch=batches.trees(tree.name)[0])
+        made = build_case(Tree.parse("1,3_32,21"), HEADS, page_size, torch.bfloat16, CPU)
+    runnable, oracle = FlashInferDecodeRunnable(made), Oracle(made, some_rows(made))
+    outs = [runnable.run(layer).clone() for layer in range(made.num_layers)]
+    assert oracle.judge(outs, "all") <= 2 * oracle.error_torch
+    with pytest.raises(Wrong, match="layer 0"):  # another layer's KV is noticed
+        oracle.judge([outs[1], *outs[1:]], "all")
 
 
 def test_fa3_is_called_with_every_requests_length(monkeypatch):
@@ -183,7 +185,7 @@ def test_fa3_is_called_with_every_requests_length(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "sgl_kernel", types.SimpleNamespace(flash_attn=module))
     monkeypatch.setitem(sys.modules, "sgl_kernel.flash_attn", module)
-    made = case.build(RAGGED, HEADS, 16, torch.bfloat16, CPU)
+    made = ragged_case(16)
     FlashAttention3Runnable(made).run(0)
     schedule, call = given
     assert (schedule["batch_size"], schedule["max_seqlen_k"]) == (4, 130)
@@ -192,28 +194,21 @@ def test_fa3_is_called_with_every_requests_length(monkeypatch):
 
 
 # --- the command --------------------------------------------------------------------------------
-def test_runs_go_by_heads_and_stop_in_time(small, monkeypatch, tmp_path, capsys):
-    clock = iter(range(100))
+def test_every_run_is_measured_and_written(small, monkeypatch, tmp_path, capsys):
     asked = []
 
     def measured(run, rates, dtype, device):
         asked.append((run.heads, run.batch.name))
-        return [measure._row(run, name, RATES) | {"us": 1.0} for name in measure.PROVIDERS]
+        return [measure.row(run, name, RATES) | {"us": 1.0} for name in measure.PROVIDERS]
 
     monkeypatch.setattr(command.measure, "measure", measured)
     monkeypatch.setattr(command, "rates_of", lambda device: RATES)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(measure, "free", lambda device: None)
-    monkeypatch.setattr(command.time, "monotonic", lambda: next(clock))
-    experiment = replace(
-        EXPERIMENTS["prefetch-models"],
-        runs=tuple(Run(RAGGED, heads) for heads in (LLAMA2, LLAMA3, HEADS_IN_ORDER[-1])),
-    )
+    runs = tuple(Run(RAGGED, heads) for heads in (LLAMA2, LLAMA3))
+    experiment = replace(EXPERIMENTS["prefetch-models"], runs=runs)
     monkeypatch.setattr(command, "find", lambda names: [experiment])
     out = tmp_path / "out.json"
-    assert command.main(["x", "--seconds", "3", "--json", str(out)]) == 0
-    assert asked == [(LLAMA3, "ragged"), (LLAMA2, "ragged")]
-    result = provenance.load(out)
-    assert result["meta"]["left_out"] == ["prefetch-models ragged"]
-    assert len(result["rows"]) == 6
-    assert "not started within 3 s: prefetch-models ragged" in capsys.readouterr().out
+    assert command.main(["x", "--json", str(out)]) == 0
+    assert asked == [(LLAMA2, "ragged"), (LLAMA3, "ragged")]
+    assert len(provenance.load(out)["rows"]) == 6
+    assert "prefetch-models  32/8  ragged: prefix 1.0  flashinfer 1.0" in capsys.readouterr().out

@@ -1,11 +1,11 @@
 """eval.report: the pages' tables are what the result files say."""
 
-import copy
 from pathlib import Path
 
 import pytest
 
 from eval import provenance, report
+from eval.pages import blocks, decisions
 
 META = {
     "machine": "Linux x86_64, 2 CPUs",
@@ -52,9 +52,7 @@ def files(tmp_path):
     kernels, engines = tmp_path / "kernels.json", tmp_path / "engine.json"
     provenance.save(kernels, META, KERNELS)
     provenance.save(engines, META | {"dirty": True}, ENGINES)
-    readme = tmp_path / "README.md"
-    readme.write_text(f"# Title\n\n{report.BEGIN}\nold\n{report.END}\n\nrest\n")
-    return [str(kernels), str(engines)], readme
+    return [str(kernels), str(engines)]
 
 
 @pytest.fixture
@@ -71,8 +69,7 @@ def printed(tmp_path, capsys):
 
 
 def test_tables_and_sources(files, capsys):
-    results, _ = files
-    assert report.main(results) == 0
+    assert report.main(files) == 0
     text = capsys.readouterr().out
     assert "| `1,2_8,8` | 10 | 20.0 (2.00) | 50.0 (5.00) | 25.0 (2.50) | 1.25 |" in text
     assert "- fa3: wrong: error 1e-01" in text
@@ -81,19 +78,8 @@ def test_tables_and_sources(files, capsys):
     assert "NVIDIA H100 80GB HBM3, driver 580.1; torch 2.11.0; commit abc123;" in text
     assert "commit abc123 with local changes" in text
     assert "`python -m eval.bench_kernel --trees pat20`" in text
-    assert "| 64 | 8192 + 256 | 1 | 9.00 ms (0.600) | 15.00 ms (1.000) |" in text
-
-
-def test_kernel_tables_tell_the_spread_and_the_trees_in_common(printed):
-    rows = [*KERNELS, kernel_row("prefix", 30.0, tree="1,4_8,8"),
-            kernel_row("flashinfer", 30.0, tree="1,4_8,8")]  # fmt: skip
-    rows[0] = rows[0] | {"us_rounds": [18.0, 20.0, 21.0]}
-    text = printed(rows)
-    common = "2.00 (1 trees) | 5.00 (1 trees) | 2.50 (1 trees) |"
-    assert f"| geometric mean of time / floor, trees that all ran |  | {common}" in text
-    assert "median of 3 rounds in which all took turns" in text
-    assert "2.0 % in the median, at most 15.0 %" in text
-    assert "rounds" not in printed([row | {"us_rounds": None} for row in rows])
+    assert "| 64 | 8192 + 256 | prefix | 9.00 ms | 0.600 |" in text
+    assert "| 64 | 8192 + 256 | flashinfer | 15.00 ms | 1.000 |" in text
 
 
 def test_peers_from_a_folder_are_named_with_their_sources(printed):
@@ -102,61 +88,50 @@ def test_peers_from_a_folder_are_named_with_their_sources(printed):
     assert f"torch 2.11.0; {fasttree}; {pat}; commit abc123;" in printed(KERNELS, peers=PEERS)
 
 
-def test_round_trip_and_check(files, capsys):
-    results, readme = files
-    check = [*results, "--readme", str(readme), "--check"]
-    assert report.main(check) == 1
-    assert report.main([*results, "--readme", str(readme)]) == 0
-    assert readme.read_text().startswith("# Title\n\n<!-- bench:begin -->\n32/8 heads")
-    assert readme.read_text().endswith("<!-- bench:end -->\n\nrest\n")
-    assert report.main(check) == 0
-    rows = copy.deepcopy(KERNELS)
-    rows[0]["us"] = 21.0
-    provenance.save(results[0], META, rows)
-    assert report.main(check) == 1
+@pytest.fixture
+def pages(tmp_path, monkeypatch):
+    """Two pages, one with a table of its own, and what the tables say."""
+    tables = {"times": lambda: "| 20.0 us |"}
+    monkeypatch.setattr(blocks, "TABLES", tables)
+    monkeypatch.setattr(blocks, "PAGES", ("a.md", "b.md"))
+    monkeypatch.setattr(blocks.stale, "__defaults__", (tmp_path,))
+    (tmp_path / "a.md").write_text("# A\n\n<!-- table: times -->\nold\n<!-- end -->\n\nrest\n")
+    (tmp_path / "b.md").write_text("# B\n")
+    return tmp_path, tables
 
 
-def trace_row(backend, alternation, ttft, p99, sent=10):
-    times = {"median": ttft, "p90": p99, "p99": p99}
-    return {
-        "backend": backend, "rate": 2.0, "alternation": alternation, "sent": sent, "completed": 9,
-        "input_tokens": 1000, "cached_tokens": 100 + 50 * alternation,
-        "achieved_rate": 1.5, "ttft_ms": times, "tpot_ms": dict(times), "late_ms": {"p99": 0.5},
-        "each": {"ttft_ms": [ttft] * sent, "tpot_ms": [ttft] * sent},
-    }  # fmt: skip
+def test_pages_are_written_and_checked(pages, capsys):
+    folder, tables = pages
+    assert report.main(["--check"]) == 1
+    assert "a.md is not what the result files say" in capsys.readouterr().out
+    assert report.main([]) == 0
+    written = "# A\n\n<!-- table: times -->\n| 20.0 us |\n<!-- end -->\n\nrest\n"
+    assert (folder / "a.md").read_text() == written and (folder / "b.md").read_text() == "# B\n"
+    assert report.main(["--check"]) == 0
+    assert blocks.BLOCK.sub("", written) == "# A\n\n\n\nrest\n"
+    tables["times"] = lambda: "| 21.0 us |"
+    assert report.main(["--check"]) == 1
+
+
+def test_a_table_that_nobody_makes_is_named(pages, capsys):
+    (pages[0] / "b.md").write_text("<!-- table: speeds -->\n<!-- end -->\n")
+    with pytest.raises(SystemExit):
+        report.main([])
+    assert "'speeds': known are times" in capsys.readouterr().err
 
 
 def test_the_table_of_a_trace(printed):
+    times = {"flashinfer": (100.0, 102.0), "prefix": (99.0, 103.0)}
     rows = [
-        trace_row("flashinfer", 0, 100.0, 300.0),
-        trace_row("prefix", 0, 99.0, 350.0),
-        trace_row("flashinfer", 1, 102.0, 320.0),
-        trace_row("prefix", 1, 103.0, 352.0),
-    ]
+        {"backend": backend, "rate": 2.0, "sent": 10, "completed": 9, "input_tokens": 1000,
+         "cached_tokens": 100, "ttft_ms": {}, "each": {"ttft_ms": [ms] * 9, "tpot_ms": [ms] * 9}}
+        for i in range(2) for backend, ms in ((name, of[i]) for name, of in times.items())
+    ]  # fmt: skip
     text = printed(rows, trace="conversation.jsonl")
-    assert "`conversation.jsonl`, replayed" in text and "of 2 replays" in text
-    stock = "101.00 ms | 310.0 ms (inside 300.0 to 320.0)"
-    ours = "101.00 ms | 351.0 ms (above 300.0 to 320.0)"
-    end = "12.5 % | 18 of 20 | 1.50 | 0.5 ms |"
-    assert f"| 2 | flashinfer | {stock} | {stock} | {end}" in text
-    assert f"| 2 | prefix | {ours} | {ours} | {end}" in text
+    end = "10.0 % | 18 of 20 |"
+    assert f"| 2 | flashinfer | 101.00 | 101.00 | - | - | {end}" in text
     ratio = "1.000 (0.971 to 1.030)"  # 99 / 102 to 103 / 100
-    assert f"| 2 | prefix | {' | '.join([ratio] * 6)} |" in text
-    assert "only 10 requests: there p99 lies between the two slowest" in text
-
-
-@pytest.mark.parametrize(("sent", "few"), [(100, True), (101, False)])
-def test_p99_is_a_percentile_above_100_requests(printed, sent, few):
-    text = printed([trace_row("prefix", 0, 1.0, 3.0, sent)], trace="t")
-    assert ("the two slowest" in text) == few
-
-
-@pytest.mark.parametrize(
-    "text", ["no markers", f"{report.END} {report.BEGIN}", f"{report.BEGIN}{report.BEGIN}"]
-)
-def test_a_readme_without_markers_is_refused(text):
-    with pytest.raises(ValueError, match="bench:begin"):
-        report.replace_between(text, "table\n")
+    assert f"| 2 | prefix | 101.00 | 101.00 | {ratio} | {ratio} | {end}" in text
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"meta": {"command": ""}, "rows": []}', b"[1]"])
@@ -168,66 +143,19 @@ def test_a_file_that_is_no_result_is_named(tmp_path, content, capsys):
     assert "odd.json" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("page", "names", "options"),
-    [
-        ("README.md", ("serving_h200",), ("--short",)),
-        (
-            "docs/serving.md",
-            (
-                "serving_h200",
-                "serving_rates_h200",
-                "serving_loads_h200",
-                "serving_h100",
-                "serving_loads_h100",
-                "serving_rates_h100",
-                "serving_interval_h100",
-                "serving_repeated_h100",
-                "agents_h200",
-                "agents_h100",
-                "ttft_h200",
-                "ttft_h100",
-                "ttft_unshared_h100",
-            ),
-            (),
-        ),
-        (
-            "docs/papers.md",
-            (
-                "papers_kernels_h200",
-                "papers_ablations_h200",
-                "papers_traces_h200",
-                "papers_overhead_h200",
-                "papers_expected",
-            ),
-            (),
-        ),
-        (
-            "docs/measurements.md",
-            (
-                "kernel_h200_pat20",
-                "kernel_h200_long",
-                "kernel_h100_row_tiles",
-                "kernel_h100_long",
-                "policy_h200_fresh",
-                "policy_h200",
-                "policy_h100_row_tiles",
-                "policy_h200_packs",
-                "policy_h100",
-                "trace_h200_fa3",
-                "trace_h100",
-                "engine_h200_sglang_0.5.23",
-                "engine_h200_sglang_0.5.17",
-                "engine_h200_triton",
-                "engine_h100_sglang_0.5.17",
-                "engine_h100",
-            ),
-            (),
-        ),
-    ],
-)
-def test_a_page_says_what_the_result_files_say(page, names, options):
+def test_the_pages_say_what_the_result_files_say():
+    assert [str(page) for page, _ in blocks.stale()] == [], "run python -m eval.report"
+
+
+def test_every_table_stands_on_one_page():
     root = Path(report.__file__).resolve().parents[1]
-    results = [root / "eval/results" / f"{name}.json" for name in names]
-    arguments = [*map(str, results), "--readme", str(root / page), "--check", *options]
-    assert report.main(arguments) == 0, f"run python -m eval.report with --readme {page}"
+    found = [name for page in blocks.PAGES
+             for name, _ in blocks.BLOCK.findall((root / page).read_text())]  # fmt: skip
+    assert sorted(found) == sorted(blocks.TABLES)
+
+
+def test_a_shortened_command_names_every_other_file():
+    others = "eval.x --from a.json --json c/another-a.json && eval.y"
+    command = others.replace("eval.", "python -m eval.") + " --json c/a.json"
+    assert decisions.shortened(command, "a.json") == others
+    assert decisions.shortened("python a.py a.json", "a.json") == "python a.py a.json"

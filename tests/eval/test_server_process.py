@@ -9,7 +9,8 @@ import socket
 import pytest
 
 from eval import server_process
-from eval.server_process import ServerError, ServerProcess, backend_flags, backend_server, growth
+from eval.engine_process import log_tail
+from eval.server_process import ServerError, ServerProcess, backend_flags, growth, random_server
 from tests.support.stand_in_server import assert_ended, write_stand_in
 
 _STEPS = ("sglang:prefix_attn_steps_total", (("reason", "r"), ("variant", "prefix")))
@@ -34,7 +35,7 @@ def test_a_healthy_server_answers_and_all_its_processes_end(start, package):
         assert server.wait_until_healthy() < 100
         assert server.counters() == {_STEPS: 0.0}
         server.flush_cache()  # refused by the stand-in unless it is to wait for running requests
-        assert server.log_tail().startswith("says hello")
+        assert log_tail(server.log).startswith("says hello")
     assert_ended(package)
 
 
@@ -66,22 +67,12 @@ def test_a_server_that_is_never_healthy_is_given_up(start, package, monkeypatch)
     assert "still starting after" in told[0]
 
 
-def test_a_taken_port_is_refused_before_anything_starts(start, package):
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        with pytest.raises(ServerError, match=f"port {port} is not free"):
-            start(port=port).__enter__()
-    assert not (package / "child").exists()
-
-
 @pytest.mark.parametrize(
     ("backend", "flags"),
     [
         ("default", ""),
         ("fa3", "--attention-backend fa3"),
-        ("prefix:packs", "--attention-backend prefix"),
+        ("prefix:portable", "--attention-backend prefix"),
         ("fa3/prefix", "--prefill-attention-backend fa3 --decode-attention-backend prefix"),
     ],
 )
@@ -93,20 +84,26 @@ def test_flags_of_a_backend(backend, flags):
     ("backend", "on_cpu", "plugins", "kernels"),
     [
         ("default", False, "eval_plugin", None),  # a name that nothing has: none is loaded
-        ("fa3/prefix:packs", False, "prefix_attn", "packs"),
+        ("fa3/prefix:portable", False, "prefix_attn", "portable"),
         ("torch_native", True, "prefix_attn,prefix_attn_cpu", None),
     ],
 )
 def test_a_backend_s_server_loads_what_it_needs(tmp_path, backend, on_cpu, plugins, kernels):
-    server = backend_server(
-        backend, tmp_path / "model", tmp_path, arguments=["--extra"], on_cpu=on_cpu
-    )
+    server = random_server(backend, tmp_path / "model", tmp_path, 8, "--extra", on_cpu=on_cpu)
     assert server.env["SGLANG_PLUGINS"] == plugins
-    assert server.env.get("SGL_PREFIX_ATTN_KERNELS") == kernels
-    assert ("SGL_PREFIX_ATTN_CPU_PLATFORM" in server.env) == on_cpu
+    assert server.env.get("PREFIX_ATTN_KERNELS") == kernels
+    assert ("PREFIX_ATTN_CPU_PLATFORM" in server.env) == on_cpu
     assert server.arguments[-1] == "--extra" and ("--device" in server.arguments) == on_cpu
     assert server.log.parent.parent == tmp_path and server.env["PATH"] == os.environ["PATH"]
 
 
 def test_growth_of_counters():
     assert growth({"a": 1.0}, {"a": 3.0, "b": 2.0}) == {"a": 2.0, "b": 2.0}
+
+
+def test_a_port_that_is_taken_is_passed_over(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        ports = iter([taken.getsockname()[1], 0])
+        monkeypatch.setattr(server_process.random, "randrange", lambda low, high: next(ports))
+        assert server_process.free_port() == 0

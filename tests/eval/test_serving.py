@@ -3,8 +3,6 @@
 import asyncio
 import json
 import random
-import subprocess
-import sys
 from collections import Counter
 from types import SimpleNamespace
 
@@ -15,10 +13,10 @@ from transformers import AutoTokenizer
 from eval import provenance
 from eval.bench_serving.client import client_environment
 from eval.model_shapes import SHAPES
-from eval.provenance import ROOT
 from eval.word_tokenizer import write_word_model
 from eval.workloads import grouped
 from eval.workloads.load import Load, Request, prompts, write
+from tests.support.evaluation_process import run_evaluation
 
 VOCABULARY = SHAPES["tiny"]["vocab_size"]
 
@@ -77,6 +75,7 @@ def test_a_load_of_groups_is_what_sglang_s_client_sends(tokenizer, shape):
         assert all(sent[i] == sent[i - i % shape.prompts] for i in range(len(sent)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [np.inf, 1000.0])
 def test_a_request_file_is_sent_in_order_at_its_times(tokenizer, tmp_path, monkeypatch, rate):
     from sglang.benchmark import serving
@@ -100,15 +99,16 @@ def test_a_request_file_is_sent_in_order_at_its_times(tokenizer, tmp_path, monke
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_two_loads_on_a_server(tmp_path):
     out = tmp_path / "out.json"
-    command = [sys.executable, "-m", "eval.bench_serving", "--device", "cpu", "--json", str(out)]
-    command += ["--model-shape", "tiny", "--max-running", "4", "--backends", "prefix"]
+    options = ["--device", "cpu", "--json", str(out)]
+    options += ["--model-shape", "tiny", "--max-running", "4", "--backends", "prefix"]
     # So close together that four run at the same time, and the others find what those have left.
-    command += ["--loads", "2x12:4000+100:400,conversation", "--rates", "400,offline"]
-    command += ["--length-scale", "0.1", "--count-scale", "0.03"]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    options += ["--loads", "2x12:4000+100:400,conversation", "--rates", "400,offline"]
+    options += ["--length-scale", "0.1", "--count-scale", "0.03"]
+    ran = run_evaluation("bench_serving", *options)
+    assert ran.returncode == 0, ran.stdout
     result = json.loads(out.read_text())
     rows = {row["load"]: row for row in result["rows"] if row["rate"] == "400"}
     assert (

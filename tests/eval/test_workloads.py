@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from eval.workloads import __main__ as command
-from eval.workloads import expected, grouped, traced
+from eval.workloads import grouped, traced
 from eval.workloads.catalogue import NAMES, Choice, build
 from eval.workloads.load import Load, Request, Scale, distinct_tokens, prompts, write, write_trace
 
@@ -177,32 +177,10 @@ def test_a_trace_has_token_ids_and_arrivals(tmp_path):
     assert [row["arrival"] for row in rows] == [request.at / 4 for request in own.requests]
 
 
-GPU = expected.Gpu(bandwidth=1e12, flops=1e15)
-
-
-def test_what_is_expected_follows_from_bytes_and_operations():
-    load = grouped.load("some", grouped.Groups(1, 4, 9000, 1000, 2000), seed=1)
-    found = expected.expect(load, GPU, max_running=4)
-    stock, prefix = 4 * 11_000, 9000 + 4 * 2000  # KV tokens, with half of the answers
-    assert found.kv == pytest.approx(prefix / stock)
-    times = [1e-3 + 4 * 11.5e-6 + (15e9 + 131072 * kv) / 1e12 for kv in (stock, prefix)]
-    assert found.tpot == pytest.approx(times[1] / times[0])
-    prefill = 15e9 * 13_000 / 0.6e15
-    total = [prefill + 2000 * seconds for seconds in times]
-    assert found.output_tokens_per_s == pytest.approx(total[0] / total[1])
-    # Two at a time share less in a step; one at a time, nothing.
-    assert expected.expect(load, GPU, 2).kv == pytest.approx((9000 + 2 * 2000) / (2 * 11_000))
-    assert expected.expect(load, GPU, 1) == expected.Expected(1, 1, 1)
-
-
-def test_nothing_is_expected_of_what_shares_nothing():
-    assert expected.expect(build("unshared", SMALL), GPU, 256) == expected.Expected(1, 1, 1)
-
-
 def test_the_command_tells_and_writes(tmp_path, capsys):
     assert command.main(["2x3:50+7:9", "4x1:0+20:3", "--traces", str(tmp_path / "t")]) == 0
     text = capsys.readouterr().out
-    assert "| 2x3:50+7:9 | 6 | 58% |" in text and "| 4x1:0+20:3 | 4 | 0% | 1.00 | 1.00 |" in text
+    assert "| 2x3:50+7:9 | 6 | 58% |" in text and "| 4x1:0+20:3 | 4 | 0% |" in text
     assert len((tmp_path / "t" / "2x3:50+7:9.jsonl").read_text().splitlines()) == 6
     with pytest.raises(SystemExit):
         command.main(["gps"])

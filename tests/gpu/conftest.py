@@ -1,19 +1,17 @@
-"""Everything in this folder needs a CUDA device, except under TRITON_INTERPRET=1."""
+"""Everything in this folder needs a CUDA device."""
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
 HERE = Path(__file__).resolve().parent
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def pytest_collection_modifyitems(items):
     """The conftest above skips what is marked so where there is no GPU."""
     for item in items:
-        if HERE in item.path.parents and not INTERPRETED:
+        if HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)
 
 
@@ -21,6 +19,6 @@ def pytest_collection_modifyitems(items):
 def _fresh_device_memory():
     """Each test leaves the pool to the next one; an asynchronous fault belongs to its own test."""
     yield
-    if torch.cuda.is_available() and not INTERPRETED:
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

@@ -7,7 +7,7 @@ as a graph is captured in one, and its replay is compared. And larger layouts.
 import pytest
 import torch
 
-from sgl_prefix_attn.execute.backends.choice import why_no_row_tiles
+from sgl_prefix_attn.execute.backends.choice import why_no_hopper
 from sgl_prefix_attn.records import HeadConfig
 from tests.sglang.test_attention_kit import (  # noqa: F401
     test_a_faulty_decode_step_is_found,
@@ -28,24 +28,15 @@ from tests.support.shared_rows import Sharing
 DEVICE = "cuda"
 
 
-def _skip_without_row_tiles() -> None:
-    if why_no_row_tiles(torch.device(DEVICE), HeadConfig(28, 4, 64), torch.float16) is not None:
-        pytest.skip("the row-tile kernel is for sm_90")
+def _skip_without_hopper() -> None:
+    if why_no_hopper(torch.device(DEVICE), HeadConfig(28, 4, 64), torch.float16) is not None:
+        pytest.skip("Hopper's kernels are for sm_90")
 
 
-@pytest.fixture
-def kit(monkeypatch):
-    """Row tiles."""
-    _skip_without_row_tiles()
-    with attention_kit.started(monkeypatch, DEVICE, "row_tiles") as made:
-        yield made
-
-
-@pytest.fixture(params=["row_tiles", "triton"])
-def either(request, monkeypatch):
-    """Either family of kernels."""
-    if request.param == "row_tiles":
-        _skip_without_row_tiles()
+@pytest.fixture(params=["hopper", "portable"])
+def kit(request, monkeypatch):
+    if request.param == "hopper":
+        _skip_without_hopper()
     with attention_kit.started(monkeypatch, DEVICE, request.param) as made:
         yield made
 
@@ -65,8 +56,8 @@ LARGE = {
     "check", [test_decode, test_decode_in_a_steady_step, test_decode_in_graphs]
 )
 @pytest.mark.parametrize("layout", LARGE.values(), ids=LARGE)
-def test_large_decode(either, layout, check):
-    check(either, layout.sharing, layout.case(DECODE))
+def test_large_decode(kit, layout, check):
+    check(kit, layout.sharing, layout.case(DECODE))
 
 
 @pytest.mark.parametrize("check", [test_verify, test_verify_in_graphs])

@@ -96,4 +96,4 @@ def test_a_capture_that_ended_costs_its_graph_alone(body):
 def test_a_capture_that_cannot_be_ended_stops_the_start(body):
     result = in_process(body)
     assert result["cause"] == "AcceleratorError"
-    assert "SGL_PREFIX_ATTN_MAX_VARIANT_BS below 4" in result["raised"]
+    assert "PREFIX_ATTN_MAX_VARIANT_BS below 4" in result["raised"]

@@ -3,34 +3,39 @@ stock ones for the reason that docs/sglang-integration.md names; outputs as near
 stock backends.
 """
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from eval.model_shapes import LLAMA, SHAPES
 from eval.tiny_model import write_tiny_llama
 from tests.gpu import test_engines as plain_engines
 from tests.gpu.test_engines import ENGINE, MARGIN, NOISE, REFERENCE, SAME_PREFILL, TESTED
 from tests.sglang.engine import Config, plain, result, start, wait
+from tests.support.lora import write_adapters
 
 pytestmark = plain_engines.pytestmark
+
+NARROW_KV_ON_GPUS = pytest.importorskip("sgl_prefix_attn.engine.model_facts").NARROW_KV_ON_GPUS
 
 CHANGES = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 128}
 PREFIX = ("prefix", "forced")
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 # A pool so small that KV has to leave the device.
 HICACHE = {"enable_hierarchical_cache": True, "hicache_ratio": 4.0, "max_total_tokens": 640}
-CHECKS = {"SGL_PREFIX_ATTN_CHECK": "1", "SGL_PREFIX_ATTN_CHECK_EVERY": "2"}
+CHECKS = {"PREFIX_ATTN_CHECK": "1", "PREFIX_ATTN_CHECK_EVERY": "2"}
 LIKE_STOCK = ("siblings", "loaded_back")  # what two stock backends are compared by
 NO_FUSED_REDUCE = {"enforce_disable_flashinfer_allreduce_fusion": True}
 
 # Name: engine arguments, scenario, what each step is, marks.
 OPTIONS = {
     "head_dim_256": ({}, "siblings", PREFIX),
-    "lora": ({"enable_lora": True, "max_loras_per_batch": 2}, "adapters", PREFIX),
+    "lora": ({"enable_lora": True, "max_loras_per_batch": 3}, "adapters", PREFIX),
+    "e4m3_kv": (
+        {"kv_cache_dtype": "fp8_e4m3"}, "siblings",
+        PREFIX if NARROW_KV_ON_GPUS else ("stock", "kv_dtype:float8_e4m3fn"),
+    ),
     "chunked_prefill_off": ({"chunked_prefill_size": -1}, "siblings", PREFIX),
     "hicache": (HICACHE, "loaded_back", PREFIX),
     "hicache_write_back": (
@@ -53,32 +58,13 @@ OPTIONS = {
         ("stock", "parallel:dp_attention"),
     ),
 }  # fmt: skip
-CHECKED = ("hicache_write_back",)  # in check mode: every path, and each second step by both kernels
+CHECKED = (
+    "hicache_write_back",
+    *["e4m3_kv"] * NARROW_KV_ON_GPUS,
+)  # in check mode: every path, and each second step by both kernels
 # SGLang's Llama has no data-parallel attention: its layers take as many heads as without.
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 ON_TWO_GPUS = ("data_parallel", "pipeline_parallel", "dp_attention")
-
-
-def write_adapter(path):
-    """A LoRA adapter of rank 8 on the query and value projections, seeded."""
-    path.mkdir()
-    config, generator = LLAMA | SHAPES["tiny"] | CHANGES, torch.Generator().manual_seed(5)
-    (path / "adapter_config.json").write_text(
-        json.dumps(
-            {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "bias": "none",
-             "target_modules": ["q_proj", "v_proj"]}
-        )
-    )  # fmt: skip
-    heads = {"q_proj": config["num_attention_heads"], "v_proj": config["num_key_value_heads"]}
-    weights = {}
-    for layer in range(config["num_hidden_layers"]):
-        for name, count in heads.items():
-            key = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            a = torch.randn(8, config["hidden_size"], generator=generator) * 0.03
-            b = torch.randn(count * config["head_dim"], 8, generator=generator) * 0.1
-            weights |= {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
-    save_file(weights, path / "adapter_model.safetensors", metadata={"format": "pt"})
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +79,9 @@ def engines(tmp_path_factory, request):
         "dp_attention": write_tiny_llama(folder / "qwen3", **CHANGES, **QWEN3),
         "head_dim_256": write_tiny_llama(folder / "wide", **(CHANGES | {"head_dim": 256})),
     }
-    adapter = {"lora_paths": {"adapter": str(write_adapter(folder / "adapter"))}}
-    env = {"SGL_PREFIX_ATTN_CPU_PLATFORM": "0", "SGL_PREFIX_ATTN_POLICY": "prefix"}
+    config = LLAMA | SHAPES["tiny"] | CHANGES
+    adapters = {"lora_paths": write_adapters(folder / "adapters", config)}
+    env = {"PREFIX_ATTN_CPU_PLATFORM": "0", "PREFIX_ATTN_POLICY": "prefix"}
     # Engines that share GPUs find unlike parts of them free.
     env |= {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
     jobs = {
@@ -103,7 +90,7 @@ def engines(tmp_path_factory, request):
     for name, (arguments, scenario, _) in OPTIONS.items():
         if name not in wanted or (name in ON_TWO_GPUS and torch.cuda.device_count() < 2):
             continue
-        engine = ENGINE | arguments | (adapter if name == "lora" else {})
+        engine = ENGINE | arguments | (adapters if name == "lora" else {})
         checks = CHECKS if name in CHECKED else {}
         for backend in (REFERENCE, TESTED):
             prefill = SAME_PREFILL if backend == TESTED else {}

@@ -1,22 +1,18 @@
 """What `make demo` runs on a machine with a GPU: SGLang's own defaults over HTTP, three servers."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 from tests.gpu.test_engines import pytestmark as needs_sglang
+from tests.support.evaluation_process import run_evaluation
 
 pytestmark = needs_sglang
 
 
 def test_the_demo_on_this_gpu(tmp_path):
     output = tmp_path / "demo.json"
-    command = [sys.executable, "-m", "eval.demo", "--output", str(output)]
-    root = Path(__file__).resolve().parents[2]
-    result = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    result = run_evaluation("demo", "--output", str(output))
     print(result.stdout)
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.returncode == 0
     summary = json.loads(output.read_text())
     assert summary["device"] != "cpu" and summary["problems"] == []
     assert summary["prefix_steps"] > 0

@@ -54,15 +54,15 @@ ALTERNATE = (("siblings", "alternate"),)
 FORCED_STOCK = "forced_stock"  # `prefix`, told to run stock kernels only
 LABELLED = "labelled"  # `prefix` with SGLang's LoRA labels on its graphs, and few prefix graphs
 HYBRID = "hybrid"  # Triton's prefill, our decode
-PACKS = "packs"  # `prefix` with the Triton kernels, where row tiles would run
+PORTABLE = "portable"  # `prefix` with the portable kernels, where Hopper's would run
 LIMIT = 4
 
 
 def config_of(run, page_size):
     # The policy would leave batches as small as these to stock kernels.
-    env = {"SGL_PREFIX_ATTN_CPU_PLATFORM": "0", "SGL_PREFIX_ATTN_POLICY": "prefix"}
+    env = {"PREFIX_ATTN_CPU_PLATFORM": "0", "PREFIX_ATTN_POLICY": "prefix"}
     scenarios, engine = SCENARIOS, ENGINE | {"page_size": page_size}
-    if run in (TESTED, LABELLED, FORCED_STOCK, PACKS):
+    if run in (TESTED, LABELLED, FORCED_STOCK, PORTABLE):
         engine |= SAME_PREFILL
     if run == TESTED:
         scenarios += tuple(("siblings", fault) for fault in FAULTS)
@@ -70,11 +70,11 @@ def config_of(run, page_size):
         scenarios += ALTERNATE
     if run == FORCED_STOCK:
         scenarios = plain("siblings", "unshared")
-        env |= {"SGL_PREFIX_ATTN_POLICY": "stock"}
+        env |= {"PREFIX_ATTN_POLICY": "stock"}
     if run == LABELLED:
-        env |= {"PROBE_LORA_LABELS": "1", "SGL_PREFIX_ATTN_MAX_VARIANT_BS": str(LIMIT)}
-    if run == PACKS:
-        env |= {"SGL_PREFIX_ATTN_KERNELS": "triton"}
+        env |= {"PROBE_LORA_LABELS": "1", "PREFIX_ATTN_MAX_VARIANT_BS": str(LIMIT)}
+    if run == PORTABLE:
+        env |= {"PREFIX_ATTN_KERNELS": "portable"}
     if run == HYBRID:
         engine |= {
             "attention_backend": None,
@@ -90,7 +90,7 @@ def runs(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("engines")
     jobs = {
         run: (config_of(run, request.param), run if run in (REFERENCE, NOISE) else TESTED)
-        for run in (REFERENCE, NOISE, TESTED, LABELLED, FORCED_STOCK, HYBRID, PACKS)
+        for run in (REFERENCE, NOISE, TESTED, LABELLED, FORCED_STOCK, HYBRID, PORTABLE)
     }
     return first_alone(jobs, folder)
 
@@ -140,9 +140,9 @@ def test_outputs_are_as_equal_as_those_of_two_stock_backends(runs, record_proper
 
 def test_both_families_of_kernels_are_as_near(runs):
     on_hopper = torch.cuda.get_device_capability() == (9, 0)
-    assert ("prefix steps run row tiles" in runs[TESTED].log) == on_hopper
-    assert "prefix steps run packs" in runs[PACKS].log
-    assert share(runs, PACKS) >= share(runs, NOISE) - MARGIN
+    assert ("prefix steps run Hopper kernels" in runs[TESTED].log) == on_hopper
+    assert "prefix steps run portable kernels" in runs[PORTABLE].log
+    assert share(runs, PORTABLE) >= share(runs, NOISE) - MARGIN
 
 
 @pytest.mark.parametrize("run", [TESTED, HYBRID])

@@ -20,7 +20,7 @@ pytestmark = [
     *test_engines.pytestmark,
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="row tiles are for sm_90",
+        reason="tried on Hopper alone",
     ),
 ]
 
@@ -34,9 +34,9 @@ def runs(tmp_path_factory):
 
     def config(name, scenarios=SCENARIOS, **engine):
         env = {
-            "SGL_PREFIX_ATTN_CPU_PLATFORM": "0",
-            "SGL_PREFIX_ATTN_POLICY": "prefix",
-            "SGL_PREFIX_ATTN_PREFILL": "1",
+            "PREFIX_ATTN_CPU_PLATFORM": "0",
+            "PREFIX_ATTN_POLICY": "prefix",
+            "PREFIX_ATTN_PREFILL": "1",
         }
         return Config(f"extends-{name}", scenarios, ENGINE | MIXED | engine, env)
 

@@ -9,11 +9,11 @@ import torch
 
 from sgl_prefix_attn.engine.build import padding_plan
 from sgl_prefix_attn.execute.params import LayerParams
-from tests.support.families import FAMILIES, Family
 from tests.support.forests import path_table
 from tests.support.gpu_problems import DEVICE, LLAMA, TREES, gpu_problem
+from tests.support.kernels import FAMILIES, backend_of, newest, planner_of
 from tests.support.problems import assert_attention
-from tests.support.running import load, poison
+from tests.support.running import executor_of, load, poison
 
 ROWS = 64  # the captured batch size
 LAYERS = 3
@@ -39,9 +39,9 @@ BATCHES = {
 class Server:
     """What a decode graph holds on to: static inputs, KV pools of every layer, one executor."""
 
-    def __init__(self, family: Family):
-        self.family = family
-        self.planner = family.planner(headroom=HEADROOM)
+    def __init__(self, family: str):
+        backend = backend_of(family)
+        self.planner = planner_of(backend, HEADROOM)
         self.problems = {name: gpu_problem(make(), room=HEADROOM) for name, make in BATCHES.items()}
         self.plans = {n: self.planner.plan(p.paths) for n, p in self.problems.items()}
         slots = max(p.k.shape[0] for p in self.problems.values())
@@ -56,7 +56,7 @@ class Server:
         self.out_cache_loc = torch.zeros(ROWS, dtype=torch.int64, device=DEVICE)
         some = next(iter(self.problems.values()))
         self.sm_scale = some.sm_scale
-        self.executor = family.executor(some, *self.plans.values())
+        self.executor = executor_of(backend, some, *self.plans.values())
         self._load_padding()
         self.step()  # compiles, outside of the capture
         torch.cuda.synchronize()
@@ -123,7 +123,7 @@ class Server:
 
     def newest(self, name, problem):
         """Entries where this step's slots belong, by the plan's words."""
-        return self.family.newest(self.plans[name], problem.seq_lens)
+        return newest(self.plans[name], problem.seq_lens)
 
 
 def layer_problem(problem, layer):
@@ -133,7 +133,7 @@ def layer_problem(problem, layer):
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def server(request):
-    return Server(FAMILIES[request.param])
+    return Server(request.param)
 
 
 def fresh(server, name):

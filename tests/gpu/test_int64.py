@@ -6,10 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sgl_prefix_attn.kernels import layout as L
-from tests.support.gpu_problems import DEVICE, LLAMA, TREES, gpu_problem, planner
+from sgl_prefix_attn.kernels import words as W
+from sgl_prefix_attn.plan.forest import build_forest
+from tests.support.gpu_problems import DEVICE, LLAMA, TREES, gpu_problem
+from tests.support.kernels import FAMILIES, backend_of, planner_of
 from tests.support.problems import assert_attention
-from tests.support.running import executor, loaded, run
+from tests.support.running import executor_of, load, run
 
 LIMIT = 2**31
 GIB = 2**30
@@ -23,7 +25,18 @@ def _enough_memory():
         pytest.skip(f"needs 24 GiB of free device memory, {free / GIB:.0f} GiB are free")
 
 
-def test_a_pool_of_more_than_2_to_31_elements():
+@pytest.fixture(params=FAMILIES)
+def backend(request):
+    return backend_of(request.param)
+
+
+def loaded(backend, problem, plan):
+    made = executor_of(backend, problem, plan)
+    load(made, problem, plan)
+    return made
+
+
+def test_a_pool_of_more_than_2_to_31_elements(backend):
     """The batch's slots stand at the far end, where an int32 offset would be negative."""
     paths = TREES["mixed"]()
     problem = gpu_problem(paths)
@@ -35,13 +48,13 @@ def test_a_pool_of_more_than_2_to_31_elements():
         getattr(problem, name)[offset:] = small
     assert problem.k.numel() > LIMIT
     problem.req_to_token = problem.req_to_token + offset
-    made = loaded(problem, planner().plan(paths))
+    made = loaded(backend, problem, planner_of(backend).plan(paths))
     assert_attention(problem, *run(made, problem))
     made.append(problem.seq_lens, problem.last_slots())
     assert_attention(problem, *run(made, problem))
 
 
-def test_rows_of_q_and_out_beyond_2_to_31_elements():
+def test_rows_of_q_and_out_beyond_2_to_31_elements(backend):
     paths = TREES["mixed"]()
     problem = gpu_problem(paths)
     batch, num_heads, head_dim = problem.q.shape
@@ -55,41 +68,44 @@ def test_rows_of_q_and_out_beyond_2_to_31_elements():
     q, out = far_rows(), far_rows()
     q.copy_(problem.q)
     out.fill_(math.nan)
-    for strategy in ("naive", "query"):  # merged rows and directly written ones
-        made = loaded(problem, planner(strategy=strategy).plan(paths))
+    # merged rows and directly written ones
+    for strategy in ("naive", "query") if backend.splits_nodes else ("calibrated",):
+        made = loaded(backend, problem, planner_of(backend, strategy=strategy).plan(paths))
         made.run(problem.layer(out, q=q))
         assert_attention(problem, out.contiguous())
         out.fill_(math.nan)
 
 
-def test_partial_rows_beyond_2_to_31_elements():
-    """The plan's words with every partial row moved to the far end."""
-    paths = TREES["mixed"]()
-    problem = gpu_problem(paths)
-    plan = planner(strategy="naive").plan(paths)
-    offset = LIMIT // (LLAMA.num_qo_heads * LLAMA.head_dim) + 1
+def test_partial_results_beyond_2_to_31_elements(backend):
+    """The plan's words with every partial tile and place moved to the far end."""
+    problem = gpu_problem(TREES["one_root_long"]())
+    forest = build_forest(problem.paths)
+    planner = planner_of(backend)
+    cut = max(planner.cuts(forest), key=lambda cut: (cut.split_off == 0, cut.parts.max()))
+    plan = planner.serialize(forest, cut)
+    per_tile = LLAMA.num_kv_heads * plan.tile_rows * LLAMA.head_dim
+    offset = LIMIT // per_tile + 1
     words = plan.words.copy()
-    entries = words[words[L.H_ENTRIES] : words[L.H_MERGES]].reshape(-1, L.ENTRY_WORDS)
-    entries[entries[:, L.E_PARTIAL] != L.DIRECT, L.E_PARTIAL] += offset
-    merges = words[words[L.H_MERGES] :][: words[L.H_NUM_MERGES] * L.MERGE_WORDS]
-    merges.reshape(-1, L.MERGE_WORDS)[:, L.M_PARTIAL] += offset
-    assert plan.num_partials > 0 and merges.size
-    moved = replace(plan, words=words, num_partials=plan.num_partials + offset)
-    made = loaded(problem, moved)
+    size = W.item_words(LLAMA.group_size, plan.tile_rows)
+    items = words[W.HEADER_WORDS :][: plan.num_items * size].reshape(-1, size)
+    items[items[:, W.I_PARTS] > 1, W.I_PARTIAL] += offset
+    assert (items[:, W.I_PARTS] > 1).any()
+    moved = replace(plan, words=words, num_partial_tiles=plan.num_partial_tiles + offset)
+    made = loaded(backend, problem, moved)
     assert made.workspace.partial_out.numel() > LIMIT
     assert_attention(problem, *run(made, problem))
 
 
-def test_rows_of_req_to_token_beyond_2_to_31_elements():
+def test_rows_of_req_to_token_beyond_2_to_31_elements(backend):
     paths = TREES["deep"]()
     problem = gpu_problem(paths)
-    plan = planner().plan(paths)
+    plan = planner_of(backend).plan(paths)
     rows, columns = problem.req_to_token.shape
     stride = LIMIT // (rows - 4)
     flat = torch.empty((rows - 1) * stride + columns, dtype=torch.int32, device=DEVICE)
     table = flat.as_strided((rows, columns), (stride, 1))
     table.copy_(problem.req_to_token)
     assert int(problem.pool.max()) * stride > LIMIT
-    made = executor(problem, plan)
+    made = executor_of(backend, problem, plan)
     made.load(plan, table, problem.pool)
     assert_attention(problem, *run(made, problem))

@@ -1,306 +1,367 @@
-"""Kernels against attention in float64 and the plan's interpreter, over poisoned memory.
+"""Either family's kernel on a GPU: every cut of every tree against fp64 full attention."""
 
-On a GPU at the sizes of real models. tests/cpu/test_kernels_interpreted.py runs the same file in
-Triton's interpreter, on small trees and tiles: what only a GPU can show is skipped there.
-"""
+from __future__ import annotations
 
 import math
-import os
 
 import pytest
 import torch
 
-from sgl_prefix_attn.execute import reference
-from sgl_prefix_attn.execute.backends.choice import why_no_row_tiles
-from sgl_prefix_attn.execute.backends.gluon_backend import GluonBackend
-from sgl_prefix_attn.execute.backends.triton_backend import TritonBackend
-from sgl_prefix_attn.kernels import layout as L
-from sgl_prefix_attn.plan import STRATEGIES
+from sgl_prefix_attn.execute import interpreter as oracle
+from sgl_prefix_attn.execute.backends.family import HOPPER, PORTABLE
+from sgl_prefix_attn.execute.executor import PlanExecutor
+from sgl_prefix_attn.execute.params import Capacity, LayerParams
+from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.records import HeadConfig
-from tests.support import forests, gpu_problems, plan_faults
-from tests.support.forests import path_table, random_paths, splitting_tiles
-from tests.support.gpu_problems import LLAMA, TREES
-from tests.support.plan_faults import FAULTS
-from tests.support.problems import assert_attention, make_problem
-from tests.support.running import (
-    append,
-    executor,
-    load,
-    loaded,
-    plan_wrapper,
-    run,
-    wrapper_of,
-)
+from tests.support.forests import path_table, random_paths
+from tests.support.gpu_problems import DEVICE, TREES, gpu_problem
+from tests.support.kernels import FAMILIES, backend_of, planner_of
+from tests.support.plan_blocks import poisoned_blocks
+from tests.support.problems import assert_attention
+from tests.support.running import PADDING, executor_of, plan_wrapper, wrapper_of
+from tests.support.sinks import sinks_of
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-only_on_a_gpu = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter runs no CTAs")
-FP16 = torch.float16
-if INTERPRETED:
-    DEVICE, SMALL = "cpu", HeadConfig(8, 2, 32)  # up to 4 tails in a tile
-    DTYPES = [FP16, torch.float32]  # bf16 products are wrong in the interpreter
-    USUAL = {
-        "small": lambda: random_paths(2, 3, 7, lengths=(1, 16, 40, 65)),
-        "large": lambda: random_paths(3, 10, 7, lengths=(1, 16, 40, 65)),
-    }
-    HEADS = [
-        HeadConfig(1, 1, 16), HeadConfig(7, 1, 32), HeadConfig(28, 4, 32), HeadConfig(10, 2, 80),
-        HeadConfig(4, 4, 96), HeadConfig(16, 1, 256), HeadConfig(6, 2, 128),
-    ]  # fmt: skip
-else:
-    DEVICE, SMALL = gpu_problems.DEVICE, LLAMA
-    DTYPES = [FP16, torch.bfloat16]
-    USUAL = TREES
-    HEADS = [
-        LLAMA, HeadConfig(64, 8, 128), HeadConfig(16, 8, 128), HeadConfig(32, 32, 128),
-        HeadConfig(28, 4, 128), HeadConfig(7, 1, 128), HeadConfig(32, 8, 64),
-        HeadConfig(32, 8, 80), HeadConfig(32, 8, 256), HeadConfig(28, 4, 64),
-    ]  # fmt: skip
-FIRST = next(iter(USUAL))
-MANY_TILES = {
-    "nodes": [(-1, 20), (-1, 31), (-1, 33), (-1, 64), (-1, 129)],
-    "leaf": [0] * 2 + [1] * 5 + [2] * 4 + [3] * 7 + [4] * 19 + [-1] * 5,
-    "tails": [1 + (37 * i) % 64 for i in range(39)] + [150, 65, 1],
+SHAPES = {
+    "llama": (HeadConfig(32, 8, 128), torch.bfloat16, 0.0),
+    "llama-tp8": (HeadConfig(4, 1, 128), torch.bfloat16, 0.0),
+    "qwen-7": (HeadConfig(28, 4, 128), torch.float16, 0.0),
+    "mha": (HeadConfig(8, 8, 64), torch.bfloat16, 0.0),
+    "group-3": (HeadConfig(6, 2, 64), torch.float16, 30.0),
+    "group-5": (HeadConfig(40, 8, 128), torch.bfloat16, 0.0),
+    "group-16": (HeadConfig(32, 2, 128), torch.bfloat16, 20.0),
+    "gemma": (HeadConfig(16, 8, 256), torch.bfloat16, 50.0),
+    "gemma-7": (HeadConfig(14, 2, 256), torch.float16, 0.0),
+    "gemma-mqa": (HeadConfig(16, 1, 256), torch.bfloat16, 0.0),
+    "gemma-mha": (HeadConfig(3, 3, 256), torch.float16, 30.0),
 }
 
 
-def problem_of(paths, heads=SMALL, dtype=DTYPES[-1], **options):
-    return make_problem(paths, heads, dtype, device=DEVICE, **options)
+# what Hopper's kernels are not built for
+MORE_SHAPES = {
+    "dim-80": (HeadConfig(32, 8, 80), torch.bfloat16, 0.0),
+    "dim-96": (HeadConfig(6, 6, 96), torch.float16, 5.0),
+    "dim-16": (HeadConfig(8, 2, 16), torch.float16, 0.0),
+    "group-32": (HeadConfig(32, 1, 64), torch.bfloat16, 0.0),
+    "group-71": (HeadConfig(71, 1, 64), torch.float16, 0.0),
+}
+BOTH = pytest.mark.parametrize("family", FAMILIES)
 
 
-def planned(paths, heads=SMALL, strategy=None, **options):
-    """(plan, tiles): a server's on a GPU, small ones in the interpreter."""
-    if INTERPRETED:
-        packed = options.pop("packed", True)
-        made = forests.planner(heads, strategy or "naive", packed=packed, **options)
-    else:
-        made = gpu_problems.planner(heads, strategy or "calibrated", **options)
-    return made.plan(paths), made.tile_set
+class Runner:
+    """An executor with room for some plans, over memory that was poison before one is loaded."""
+
+    def __init__(self, problem, *plans, family=HOPPER, **options):
+        self.problem = problem
+        self.backend = backend_of(family, problem.heads, problem.dtype, **options)
+        self.executor = executor_of(self.backend, problem, *plans)
+        self.ws = self.executor.workspace
+        self.load(problem, plans[0])
+
+    def load(self, problem, plan):
+        self.executor.load(plan, problem.req_to_token, problem.pool)
+
+    def run(self):
+        """out and LSE [B, ...] from outputs full of NaN; padding rows must keep theirs."""
+        problem = self.problem
+        batch = problem.q.shape[0]
+        shape = (batch + PADDING, *problem.q.shape[1:])
+        q = torch.full(shape, math.nan, dtype=problem.dtype, device=DEVICE)
+        q[:batch] = problem.q
+        out, lse = torch.full_like(q, math.nan), torch.full(shape[:2], math.nan, device=DEVICE)
+        self.executor.run(layer_of(problem, q, problem.k, problem.v, out, lse))
+        assert out[batch:].isnan().all() and lse[batch:].isnan().all(), "padding rows were written"
+        assert not self.ws.tickets.any(), "the next launch starts from counters of 0"
+        return out[:batch], lse[:batch]
 
 
-def check(problem, made, interpreter=INTERPRETED):
-    """float64 attention, tickets that are back at 0, and what the plan's interpreter makes of the
-    words and indices that are on the device."""
-    out, lse = run(made, problem)
-    assert made.workspace.tickets.eq(0).all(), "the next forward starts from ticket 0"
-    assert_attention(problem, out, lse)
-    if interpreter:
-        words, indices = made.workspace.words.cpu(), made.workspace.kv_indices.cpu()
-        want, want_lse = reference.execute(
-            words, problem.q.cpu(), problem.k.cpu(), problem.v.cpu(), indices,
-            problem.seq_lens.cpu(), sm_scale=problem.sm_scale, logits_soft_cap=problem.soft_cap,
-        )  # fmt: skip
-        # Float32 sums in another order; a GPU's exp2 and log2 are those of its special function
-        # unit; half precision rounds probabilities and results (values up to about 4).
-        if INTERPRETED:
-            lse_atol, atol = 1e-5, 4e-6 if problem.dtype == torch.float32 else 4e-3
-        else:
-            lse_atol, atol = 2e-4, torch.finfo(problem.dtype).eps * want.abs().max().item()
-        torch.testing.assert_close(lse.cpu(), want_lse.values, rtol=0, atol=lse_atol)
-        torch.testing.assert_close(out.cpu().float(), want.float(), rtol=0, atol=atol)
-    return out
+def layer_of(problem, q, k, v, out, lse=None):
+    return LayerParams(
+        q, k, v, problem.seq_lens, out, lse, problem.sm_scale, problem.soft_cap, problem.sinks
+    )
 
 
-def check_plan(problem, plan_and_tiles, **options):
-    plan, tiles = plan_and_tiles
-    check(problem, loaded(problem, plan, tiles=tiles), **options)
+def cuts_of(paths, heads, headroom=64, most=6, family=HOPPER, dtype=torch.bfloat16):
+    """Some of the paths' cuts, those with most parts and with none among them, and with nodes that
+    are split off where the kernel can; and their plans."""
+    planner = planner_of(backend_of(family, heads, dtype), headroom)
+    forest = build_forest(paths)
+    cuts = sorted(
+        planner.cuts(forest),
+        key=lambda cut: (cut.split_off, int(cut.parts.max()), cut.most_queries),
+    )
+    for cut in cuts[:: -max(1, len(cuts) // most)]:
+        yield planner.serialize(forest, cut)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:1] if INTERPRETED else DTYPES, ids=str)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_head_configurations(heads, dtype):
-    paths = random_paths(3, 6, 5, lengths=(1, 17, 40)) if INTERPRETED else TREES["mixed"]()
-    check_plan(problem_of(paths, heads, dtype), planned(paths, heads))
-
-
-@only_on_a_gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("tree", "soft_cap"), [*((tree, 0.0) for tree in TREES), ("mixed", 5.0), ("mixed", 30.0)]
+    ("family", "shape"),
+    [*((HOPPER, name) for name in SHAPES), *((PORTABLE, name) for name in SHAPES | MORE_SHAPES)],
 )
-def test_trees(tree, soft_cap, dtype):
+@pytest.mark.parametrize("tree", TREES)
+def test_every_tree(tree, shape, family):
+    heads, dtype, soft_cap = (SHAPES | MORE_SHAPES)[shape]
     paths = TREES[tree]()
-    compared = ("mixed", "deep", "forty_roots", "unshared_37", "random")
-    problem = problem_of(paths, dtype=dtype, soft_cap=soft_cap)
-    check_plan(problem, planned(paths), interpreter=tree in compared)
+    problem = gpu_problem(paths, heads, dtype, soft_cap=soft_cap)
+    for plan in cuts_of(paths, heads, family=family, dtype=dtype):
+        runner = Runner(problem, plan, family=family)
+        out, lse = runner.run()
+        assert_attention(problem, out, lse)
+        if family == HOPPER:
+            runner = Runner(problem, plan, pdl=True)
+            runner.run()  # in full order behind the fill, unlike the next one
+        again, again_lse = runner.run()
+        assert torch.equal(out, again) and torch.equal(lse, again_lse), "two runs differ"
 
 
-@pytest.mark.parametrize(
-    "tree", ["large"] if INTERPRETED else ["mixed", "deep", "forty_roots", "unshared_37"]
-)
-@pytest.mark.parametrize("strategy", ["query", "calibrated"] if INTERPRETED else STRATEGIES)
-def test_strategies(strategy, tree):
-    paths = USUAL[tree]()
-    check_plan(problem_of(paths), planned(paths, strategy=strategy))
+GPT_OSS = {
+    "gpt-oss": (HeadConfig(64, 8, 64), torch.bfloat16, 0.0),
+    "gpt-oss-tp8": (HeadConfig(8, 1, 64), torch.bfloat16, 0.0),
+}
 
 
-@pytest.mark.parametrize(("dtype", "soft_cap"), [(DTYPES[0], 5.0), (DTYPES[1], 0.0)], ids=str)
-@pytest.mark.parametrize("heads", [SMALL] if INTERPRETED else [LLAMA, HeadConfig(28, 4, 64)])
-def test_every_tile_at_once(heads, dtype, soft_cap):
-    """A set of small tiles on which short KV uses every mechanism: several row tiles and block_n,
-    single and packed tails of unlike lengths, splits, direct writes."""
-    paths = path_table(**MANY_TILES)
-    tiles = splitting_tiles(heads)
-    plan = forests.planner(heads, "naive").plan(paths)
-    used = (plan.words[L.H_QUEUES + 1 : L.HEADER_WORDS : 2][: len(tiles.tiles)] > 0).sum()
-    assert used == len(tiles.tiles)
-    check_plan(problem_of(paths, heads, dtype, soft_cap=soft_cap), (plan, tiles))
+@BOTH
+@pytest.mark.parametrize("shape", [*GPT_OSS, "llama", "mha", "group-16", "gemma", "gemma-7"])
+@pytest.mark.parametrize("tree", ["mixed", "deep", "one_root_113", "lengths_1_63_4097"])
+def test_sinks_join_each_row_once(tree, shape, family):
+    heads, dtype, soft_cap = (SHAPES | GPT_OSS)[shape]
+    paths = TREES[tree]()
+    problem = gpu_problem(paths, heads, dtype, soft_cap=soft_cap)
+    problem.sinks = sinks_of(heads, DEVICE)
+    for plan in cuts_of(paths, heads, family=family, dtype=dtype):
+        runner = Runner(problem, plan, family=family)
+        out, lse = runner.run()
+        assert_attention(problem, out, lse)
+        again, again_lse = runner.run()
+        assert torch.equal(out, again) and torch.equal(lse, again_lse), "two runs differ"
 
 
-@pytest.mark.parametrize("strategy", ["naive"] if INTERPRETED else STRATEGIES)
-@pytest.mark.parametrize("packed", [True, False])
-def test_appends_without_a_new_plan(strategy, packed):
-    """Many items of every kind, and splits of 16 tokens."""
-    chosen = path_table([(-1, 40)], [0, 0, 0, -1, -1], [15, 16, 1, 63, 31])
-    paths = chosen if INTERPRETED else TREES["random"]()
-    problem = problem_of(paths, dtype=DTYPES[0])
-    plan = forests.planner(SMALL, strategy, headroom=18, packed=packed).plan(paths)
-    made = loaded(problem, plan, tiles=splitting_tiles(SMALL, packed))
-    generator = torch.Generator().manual_seed(5)
-    for step in range(18):
-        append(made, problem, problem.grow(generator))
-        if step in ((0, 1, 17) if INTERPRETED else (17,)):
-            check(problem, made, interpreter=True)
-    problem.grow(generator)
-    with pytest.raises(AssertionError):  # it was not appended
-        check(problem, made)
+# What is added to a logit by a token's position: the maximum of a row is taken anew rarely.
+RISES = {
+    "slowly": lambda at: at / 64,
+    "by cliffs": lambda at: 100 * (at // 300),
+    "for one token": lambda at: 20 * (at % 97 == 96),
+    "falling": lambda at: -at / 10,
+}
 
 
-@only_on_a_gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_the_comparison_finds_a_planted_fault(fault, dtype):
-    problem = problem_of(plan_faults.tree(), dtype=dtype)
-    plan = forests.planner(SMALL, "naive").plan(problem.paths)
-    check_plan(problem, (plan, splitting_tiles(SMALL)))
-    fault(plan)
-    made = loaded(problem, plan, tiles=splitting_tiles(SMALL))
-    append(made, problem, problem.grow(torch.Generator().manual_seed(0)))  # some change its slot
-    out, lse = run(made, problem)
-    for found in ((out,), (out, lse)):
-        with pytest.raises(AssertionError):
-            assert_attention(problem, *found)
+def climbing(problem, rise):
+    """The problem with rise(position) in the logits of all tokens, up to noise in proportion."""
+    group, steep = problem.heads.group_size, 8
+    along = torch.nn.functional.normalize(problem.q[0, ::group].float(), dim=-1)  # a KV head's
+    problem.q += (steep * along).repeat_interleave(group, 0).to(problem.dtype)
+    position = torch.zeros(len(problem.k), device=DEVICE)
+    for row, length in zip(problem.pool, problem.seq_lens, strict=True):
+        slots = problem.req_to_token[row, :length].long()
+        position[slots] = torch.arange(len(slots), device=DEVICE).float()
+    added = rise(position) / (steep * problem.sm_scale)
+    problem.k += (added[:, None, None] * along).to(problem.dtype)
+    return problem
 
 
-def test_plans_follow_each_other_on_one_workspace():
+@BOTH
+@pytest.mark.parametrize("shape", ["llama", "qwen-7", "mha", "gemma-7"])
+@pytest.mark.parametrize("rise", RISES)
+def test_scores_that_rise(rise, shape, family):
+    heads, dtype, _ = SHAPES[shape]
+    paths = TREES["mixed"]()
+    problem = climbing(gpu_problem(paths, heads, dtype), RISES[rise])
+    for plan in cuts_of(paths, heads, family=family):
+        assert_attention(problem, *Runner(problem, plan, family=family).run())
+
+
+@BOTH
+def test_fill_and_append_write_what_the_interpreter_writes(family):
+    paths = random_paths(7, 60, 12)
+    heads = SHAPES["qwen-7"][0]
+    problem = gpu_problem(paths, heads, torch.float16, room=3)
+    for plan in cuts_of(paths, heads, headroom=3, family=family):
+        runner = Runner(problem, plan, family=family)
+        words = torch.from_numpy(plan.words.copy())
+        blocks = poisoned_blocks(plan.num_blocks, problem.poison_slot)
+        oracle.fill(words, problem.req_to_token.cpu(), problem.pool.cpu(), blocks)
+        for step in range(5):  # two of them behind the headroom
+            seq_lens = problem.seq_lens + step
+            slots = torch.arange(60, device=DEVICE) + 100 * step
+            runner.executor.append(seq_lens, slots)
+            oracle.append(words, seq_lens.cpu(), slots.cpu(), blocks)
+            entries = blocks.slots.numel()
+            assert torch.equal(runner.ws.words[: words.numel()].cpu(), words)
+            assert torch.equal(runner.ws.kv_indices[:entries].cpu(), blocks.slots)
+            assert torch.equal(runner.ws.keys[:entries].cpu(), blocks.keys)
+
+
+@BOTH
+@pytest.mark.parametrize("shape", ["llama", "qwen-7", "mha", "gemma-7"])
+def test_256_steps_in_one_graph(shape, family):
+    """One captured append and forward serve all steps, and another tree after them."""
+    heads, dtype, _ = SHAPES[shape]
+    problem = gpu_problem(random_paths(11, 40, 9), heads, dtype, room=260)
+    other = gpu_problem(random_paths(12, 40, 5), heads, dtype, room=260)
+    planner = planner_of(backend_of(family, heads, dtype), 256)
+    plan, other_plan = planner.plan(problem.paths), planner.plan(other.paths)
+    executor = Runner(problem, plan, other_plan, family=family).executor
+    slots_in_pool = max(problem.k.shape[0], other.k.shape[0])
+    k, v = (torch.full((slots_in_pool, *problem.k.shape[1:]), math.nan, dtype=dtype, device=DEVICE)
+            for _ in range(2))  # fmt: skip
+    q, out = (torch.full_like(problem.q, math.nan) for _ in range(2))
+    seq_lens, cache_loc = problem.seq_lens.clone(), torch.zeros(40, dtype=torch.int64).to(DEVICE)
+
+    def step():
+        executor.append(seq_lens, cache_loc)
+        executor.run(layer_of(problem, q, k, v, out))
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    generator = torch.Generator().manual_seed(0)
+    for one, its_plan in ((problem, plan), (other, other_plan)):
+        executor.load(its_plan, one.req_to_token, one.pool)
+        for i in range(257):
+            if i:
+                cache_loc.copy_(one.grow(generator))
+            seq_lens.copy_(one.seq_lens)
+            if i in (0, 1, 2, 63, 64, 65, 200, 256):
+                k[: one.k.shape[0]], v[: one.v.shape[0]] = one.k, one.v
+                q.copy_(one.q)
+                out.fill_(math.nan)
+                graph.replay()
+                assert_attention(one, out)
+            else:
+                executor.append(seq_lens, cache_loc)
+
+
+@pytest.mark.parametrize("shape", ["llama", "llama-tp8", "mha", "gemma-mqa"])
+def test_layers_of_a_graph_that_start_early(shape):
+    """Dependent launches, one right behind the other: each layer attends with what the one before
+    it wrote last, over the same partial results and counters."""
+    heads, dtype, _ = SHAPES[shape]
+    paths, generator = random_paths(13, 37, 6), torch.Generator().manual_seed(1)
+    for plan in cuts_of(paths, heads):
+        problem = gpu_problem(paths, heads, dtype, room=4)
+        made = [Runner(problem, plan, pdl=pdl).executor for pdl in (False, True)]
+        outs = [problem.q.new_full((8, *problem.q.shape), math.nan) for _ in made]
+        seq_lens = problem.seq_lens.clone()
+        cache_loc = torch.zeros(37, dtype=torch.int64, device=DEVICE)
+
+        def step(executor, out, one=problem, seq_lens=seq_lens, cache_loc=cache_loc):
+            executor.append(seq_lens, cache_loc)
+            q = one.q
+            for layer in out:
+                executor.run(layer_of(one, q, one.k, one.v, layer))
+                q = layer * 4  # another kernel between
+                executor.run(layer_of(one, q, one.v, one.k, layer))
+                q = layer  # none
+
+        graphs = []
+        for executor, out in zip(made, outs, strict=True):
+            step(executor, out)
+            torch.cuda.synchronize()
+            graphs.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(graphs[-1]):
+                step(executor, out)
+        for grown in range(4):
+            if grown:
+                cache_loc.copy_(problem.grow(generator))
+            seq_lens.copy_(problem.seq_lens)
+            for graph, out in zip(graphs, outs, strict=True):
+                out.fill_(math.nan)
+                graph.replay()
+            assert outs[0].isfinite().all() and torch.equal(*outs)
+
+
+@BOTH
+def test_an_empty_plan_writes_nothing(family):
+    executor = PlanExecutor(backend_of(family), Capacity(0, 0, 0))
+    q = torch.randn(4, 32, 128, device=DEVICE).bfloat16()
+    k = torch.randn(9, 8, 128, device=DEVICE).bfloat16()
+    out = torch.full_like(q, math.nan)
+    executor.run(LayerParams(q, k, k, torch.ones(4, device=DEVICE), out, None, 1.0, 0.0))
+    assert out.isnan().all()
+
+
+@BOTH
+def test_plans_follow_each_other_on_one_workspace(family):
     """Each after a larger or smaller one, none synchronised; the first again bit for bit."""
-    names = USUAL if INTERPRETED else ("mixed", "one_token", "one_root_113", "deep")
-    problems = [problem_of(USUAL[name](), seed=i) for i, name in enumerate(names)]
-    plans = [planned(problem.paths)[0] for problem in problems]
-    made = executor(problems[0], *plans, tiles=planned(problems[0].paths)[1])
-    results = []
+    problems = [
+        gpu_problem(TREES[name](), seed=i)
+        for i, name in enumerate(("mixed", "one_token", "one_root_113", "deep"))
+    ]
+    planner = planner_of(backend_of(family))
+    plans = [planner.plan(problem.paths) for problem in problems]
+    runner, results = Runner(problems[0], *plans, family=family), []
     for i in (*range(len(plans)), 0):
-        load(made, problems[i], plans[i])
-        results.append(run(made, problems[i])[0])
+        runner.load(problems[i], plans[i])
+        runner.problem = problems[i]
+        results.append(runner.run()[0])
+        assert_attention(problems[i], results[-1])
     assert torch.equal(results[0], results[-1])
-    for result, problem, plan in zip(
-        results[1:], problems[1:] + problems[:1], plans[1:] + plans[:1], strict=True
-    ):
-        load(made, problem, plan)
-        assert torch.equal(check(problem, made, interpreter=True), result)
 
 
-def test_two_layers_run_on_one_plan():
-    paths = USUAL[FIRST]()
-    plan, tiles = planned(paths)
-    problem = problem_of(paths)
-    made = loaded(problem, plan, tiles=tiles)
-    check(problem, made)
-    # the same slots, other values
-    problem.k, problem.v = problem.k.flip(-1), problem.v.roll(1, dims=-1)
-    check(problem, made)
-
-
-@only_on_a_gpu
-def test_long_kv_is_split_and_many_queries_take_several_row_tiles():
-    paths = path_table([(-1, 20_011)], [0, 0], [13_001, 5])
-    plan, tiles = planned(paths)
-    assert plan.num_partials > 8
-    check_plan(problem_of(paths), (plan, tiles))
-    paths = path_table([(-1, 333)], [0] * 600, [1 + i % 9 for i in range(600)])
-    check_plan(problem_of(paths), planned(paths))
-
-
+@BOTH
 @pytest.mark.parametrize("scale", [3e4, 1e-4])
-def test_values_at_both_ends_of_float16(scale):
-    """Partial results are float16 for half-precision models, scaled row by row: values near its
-    largest number, or among its subnormal ones, lose nothing by it."""
-    paths = path_table([(-1, 70)], [0, 0, -1], [20, 33, 80]) if INTERPRETED else TREES["mixed"]()
-    problem = problem_of(paths, dtype=FP16)
+def test_values_at_both_ends_of_float16(scale, family):
+    """Partial results are float16, scaled row by row: values near its largest number, or among its
+    subnormal ones, lose nothing by it."""
+    problem = gpu_problem(TREES["mixed"](), dtype=torch.float16)
     problem.v = (problem.v.float() / 8 * scale).half()
-    plan, tiles = planned(paths)
-    assert_attention(problem, *run(loaded(problem, plan, tiles=tiles), problem))
+    for plan in cuts_of(problem.paths, problem.heads, family=family, most=3):
+        assert_attention(problem, *Runner(problem, plan, family=family).run())
 
 
-def test_strided_tensors_and_no_lse():
+@BOTH
+def test_strided_tensors_and_no_lse(family):
     """q, out and caches may be slices of larger tensors: only the last two dimensions are dense.
     Without an LSE, the library's default, nothing else changes."""
-    paths = USUAL[FIRST]()
-    problem = problem_of(paths)
-    plan, tiles = planned(paths)
-    made = loaded(problem, plan, tiles=tiles)
-    want, _ = run(made, problem)
+    problem = gpu_problem(TREES["mixed"]())
+    runner = Runner(problem, planner_of(backend_of(family)).plan(problem.paths), family=family)
+    want, _ = runner.run()
     dense = torch.full_like(problem.q, math.nan)
-    made.run(problem.layer(dense))
+    runner.executor.run(problem.layer(dense))
     assert torch.equal(dense, want)
     both = torch.stack([problem.k, problem.v], dim=1)  # [slots, 2, Hkv, D]
     q = torch.stack([torch.full_like(problem.q, math.nan), problem.q], dim=1)
     out = torch.full_like(q, math.nan)
-    made.run(problem.layer(out[:, 0], q=q[:, 1], k_cache=both[:, 0], v_cache=both[:, 1]))
+    runner.executor.run(problem.layer(out[:, 0], q=q[:, 1], k_cache=both[:, 0], v_cache=both[:, 1]))
     assert torch.equal(out[:, 0], want) and out[:, 1].isnan().all()
 
 
-# --- the device queue ----------------------------------------------------------------------------
+@BOTH
+def test_runs_back_to_back_do_not_meet(family):
+    """Many forwards in flight at once, on outputs of their own: counters and partial results of one
+    must not reach the next; the same bits each time."""
+    problem = gpu_problem(TREES["deep"]())
+    for plan in cuts_of(problem.paths, problem.heads, family=family, most=3):
+        runner = Runner(problem, plan, family=family)
+        want, _ = runner.run()
+        outs = [torch.full_like(problem.q, math.nan) for _ in range(64)]
+        for out in outs:
+            runner.executor.run(problem.layer(out))
+        assert all(torch.equal(out, want) for out in outs)
+        assert not runner.ws.tickets.any()
 
 
-@only_on_a_gpu
-def test_runs_are_bit_identical():
-    """CTAs take items in another order every time; the merge order is the plan's, whether tiles
-    run side by side or one after the other."""
-    paths = TREES["mixed"]()
-    problem = problem_of(paths)
-    plan, _ = planned(paths)
-    first = None
-    for parallel_tiles in (True, False):
-        made = loaded(problem, plan, parallel_tiles=parallel_tiles)
-        for _ in range(20):
-            again = run(made, problem)
-            first = first or again
-            assert all(map(torch.equal, first, again))
+@BOTH
+def test_slots_beyond_2_31_elements(family):
+    """Slot times stride does not fit 32 bits."""
+    heads = HeadConfig(32, 8, 128)
+    problem = gpu_problem(path_table([(-1, 130)], [0] * 9, [70] * 9), heads)
+    far = (1 << 31) // (heads.num_kv_heads * heads.head_dim) + 5
+    k, v = (torch.empty(far + problem.k.shape[0], 8, 128, dtype=torch.bfloat16, device=DEVICE)
+            for _ in range(2))  # fmt: skip
+    k[far:], v[far:] = problem.k, problem.v
+    problem.k, problem.v = k, v
+    problem.req_to_token = problem.req_to_token + far
+    for plan in cuts_of(problem.paths, heads, most=3, family=family):
+        out, lse = Runner(problem, plan, family=family).run()
+        assert_attention(problem, out, lse)
 
 
-@only_on_a_gpu
-def test_runs_back_to_back_do_not_meet():
-    """Many forwards in flight at once, on outputs of their own: tickets and partial rows of one
-    must not reach the next."""
-    paths = TREES["deep"]()
-    problem = problem_of(paths)
-    made = loaded(problem, planned(paths, strategy="naive")[0])
-    want, _ = run(made, problem)
-    outs = [torch.full_like(problem.q, math.nan) for _ in range(64)]
-    for out in outs:
-        made.run(problem.layer(out))
-    assert all(torch.equal(out, want) for out in outs)
-    assert made.workspace.tickets.eq(0).all()
+# --- the wrapper, with a server's rates -----------------------------------------------------------
 
 
-# --- PrefixDecodeWrapper, with its own tiles and costs -------------------------------------------
-
-KERNELS = ["triton"] if INTERPRETED else ["triton", "row_tiles"]
-
-
-def wrapper_over(kernels, problem, **options):
-    if kernels == "row_tiles":
-        why_not = why_no_row_tiles(problem.q.device, problem.heads, problem.dtype)
-        if why_not is not None:
-            pytest.skip(f"no row tiles here: {why_not}")
-        by_itself = wrapper_of(problem, **options)
-        assert isinstance(by_itself._executor.backend, GluonBackend)
-    return wrapper_of(problem, kernels=kernels, **options)
-
-
-def check_wrapper(made, problem, kernels):
-    backend = TritonBackend if kernels == "triton" else GluonBackend
-    assert isinstance(made._executor.backend, backend)
+def check_wrapper(made, problem):
     out, lse = made.run(problem.q, (problem.k, problem.v), return_lse=True)
     assert lse.base == "2"
     assert_attention(problem, out, lse.values)
@@ -309,46 +370,46 @@ def check_wrapper(made, problem, kernels):
     assert torch.equal(given, out)
 
 
-@only_on_a_gpu
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@BOTH
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-def test_wrapper_on_a_block_table(page_size, dtype, kernels):
+def test_wrapper_on_a_block_table(page_size, family):
+    backend_of(family)
     nodes = [(-1, 512), (0, 128), (0, 64), (-1, 192)]
     leaf = [1] * 5 + [2] * 4 + [0] * 3 + [3] * 2 + [-1] * 3
     paths = path_table(nodes, leaf, [1, 63, 64, 65, 200] + [1 + 41 * i % 130 for i in range(12)])
-    problem = problem_of(paths, dtype=dtype, page_size=page_size)
-    made = wrapper_over(kernels, problem, page_size=page_size)
+    problem = gpu_problem(paths, page_size=page_size)
+    made = wrapper_of(problem, kernels=family, page_size=page_size)
     table = problem.req_to_token[problem.pool][:, ::page_size] // page_size
     made.plan_block_table(table, problem.seq_lens.cpu())
     assert made.explain()["num_nodes"] >= 4
-    check_wrapper(made, problem, kernels)
+    check_wrapper(made, problem)
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("soft_cap", [0.0] if INTERPRETED else [0.0, 30.0])
-def test_wrapper_on_paths_over_appends(soft_cap, kernels):
+@BOTH
+@pytest.mark.parametrize("soft_cap", [0.0, 30.0])
+def test_wrapper_on_paths_over_appends(soft_cap, family):
     """Batches of other sizes follow each other: the workspace grows, and an earlier plan's words
     never show through."""
+    backend_of(family)
     made = None
-    for name in USUAL if INTERPRETED else ("batch_1", "mixed", "one_token", "one_root_113", "deep"):
-        problem = problem_of(USUAL[name](), dtype=DTYPES[0], soft_cap=soft_cap)
-        made = made or wrapper_over(kernels, problem)
-        check_wrapper(plan_wrapper(made, problem), problem, kernels)
+    for name in ("batch_1", "mixed", "one_token", "one_root_113", "deep"):
+        problem = gpu_problem(TREES[name](), soft_cap=soft_cap)
+        made = made or wrapper_of(problem, kernels=family)
+        check_wrapper(plan_wrapper(made, problem), problem)
         generator = torch.Generator().manual_seed(1)
         for step in range(18 if name == "mixed" else 1):
             made.append(problem.grow(generator))
             if step in (0, 15, 17):
-                check_wrapper(made, problem, kernels)
+                check_wrapper(made, problem)
 
 
-@only_on_a_gpu
-@pytest.mark.parametrize("kernels", KERNELS)
+@BOTH
 @pytest.mark.parametrize("tree", ["mixed", "deep", "one_token"])
-def test_a_captured_wrapper_serves_later_plans(tree, kernels):
+def test_a_captured_wrapper_serves_later_plans(tree, family):
     """Append and three layers with LSE are one graph, which replays over a plan made later."""
-    problem = problem_of(TREES[tree]())
-    made = plan_wrapper(wrapper_over(kernels, problem), problem)
+    backend_of(family)
+    problem = gpu_problem(TREES[tree]())
+    made = plan_wrapper(wrapper_of(problem, kernels=family), problem)
     q = torch.full_like(problem.q, math.nan)
     cache_loc = torch.zeros(len(q), dtype=torch.int64, device=DEVICE)
     k, v = problem.k, problem.v

@@ -1,4 +1,4 @@
-"""Several tokens a request on a Hopper GPU: the kernel against fp64 causal attention."""
+"""Several tokens a request on a GPU: either family's kernel against fp64 causal attention."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ import pytest
 import torch
 
 from sgl_prefix_attn import PrefixAttentionWrapper
-from sgl_prefix_attn.execute.backends.choice import why_no_row_tiles
-from sgl_prefix_attn.execute.backends.gluon_backend import GluonBackend
-from sgl_prefix_attn.execute.executor import PlanExecutor
-from sgl_prefix_attn.execute.params import Capacity, LayerParams
+from sgl_prefix_attn.execute.params import LayerParams
 from sgl_prefix_attn.plan.forest import build_forest
-from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
 from sgl_prefix_attn.records import HeadConfig
 from tests.support.forests import path_table
 from tests.support.gpu_problems import DEVICE, TREES
+from tests.support.kernels import FAMILIES, backend_of, planner_of
 from tests.support.multi_token import CHAIN_FAULTS, QUERY_LENS, MultiToken, multi_token
 from tests.support.problems import assert_attention
-from tests.support.running import paths_of
+from tests.support.running import executor_of, plan_several
 
 SHAPES = {
     "llama": (HeadConfig(32, 8, 128), torch.bfloat16, 0.0),
@@ -50,11 +47,9 @@ def _unshared():
 CASES = {"verify": _verify, "extend": _extend, "mixed": _mixed, "unshared": _unshared}
 
 
-@pytest.fixture(autouse=True)
-def _hopper():
-    heads, dtype, _ = SHAPES["llama"]
-    if why_no_row_tiles(torch.device(DEVICE), heads, dtype) is not None:
-        pytest.skip("the row-tile kernel is for sm_90")
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return request.param
 
 
 def asked_of(case: str, shape: str = "llama", **options) -> MultiToken:
@@ -62,26 +57,25 @@ def asked_of(case: str, shape: str = "llama", **options) -> MultiToken:
     return multi_token(*CASES[case](), heads, dtype, soft_cap=soft_cap, device=DEVICE, **options)
 
 
-def plans_of(asked: MultiToken, most=5):
+def plans_of(asked: MultiToken, family, most=5):
     """Some of the cuts, those with most parts and with none among them."""
-    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    planner = RowTilePlanner(asked.requests.heads, num_sms=num_sms)
-    forest = build_forest(asked.requests.paths, asked.query_lens)
-    cuts = sorted(planner.cuts(forest), key=lambda cut: (int(cut.parts.max()), cut.most_queries))
+    requests = asked.requests
+    planner = planner_of(backend_of(family, requests.heads, requests.dtype), headroom=0)
+    forest = build_forest(requests.paths, asked.query_lens)
+    cuts = sorted(
+        planner.cuts(forest),
+        key=lambda cut: (cut.split_off, int(cut.parts.max()), cut.most_queries),
+    )
     for cut in cuts[:: -max(1, len(cuts) // most)]:
         yield planner.serialize(forest, cut)
 
 
-def check(plan, asked: MultiToken, fault=None) -> None:
+def check(plan, asked: MultiToken, family, fault=None) -> None:
     """Every query's output and LSE, from workspace and outputs that were poison before."""
     requests, queries = asked.requests, asked.queries
-    backend = GluonBackend(requests.heads, requests.dtype, torch.device(DEVICE))
-    executor = PlanExecutor(backend, Capacity.for_plans(plan))
+    backend = backend_of(family, requests.heads, requests.dtype)
+    executor = executor_of(backend, requests, plan)
     workspace = executor.workspace
-    workspace.kv_indices.fill_(requests.poison_slot)
-    workspace.keys.fill_(-1)
-    workspace.partial_out.fill_(math.nan)
-    workspace.partial_state.fill_(math.nan)
     executor.load(plan, requests.req_to_token, requests.pool)
     if fault is not None:
         words = workspace.words.cpu()
@@ -103,36 +97,39 @@ def check(plan, asked: MultiToken, fault=None) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("case", CASES)
-def test_every_case(case, shape):
+def test_every_case(case, shape, family):
     asked = asked_of(case, shape)
-    for plan in plans_of(asked):
-        check(plan, asked)
+    for plan in plans_of(asked, family):
+        check(plan, asked, family)
 
 
-def test_pages():
+def test_pages(family):
     paths = path_table([(-1, 512)], [0] * 20, [1 + 16 * (i % 5) for i in range(20)])
     heads, dtype, _ = SHAPES["llama"]
     asked = multi_token(paths, [1 + i % 40 for i in range(20)], heads, dtype, page_size=16,
                         device=DEVICE)  # fmt: skip
-    for plan in plans_of(asked):
-        check(plan, asked)
+    for plan in plans_of(asked, family):
+        check(plan, asked, family)
 
 
 @pytest.mark.parametrize("fault", CHAIN_FAULTS.values())
-def test_a_planted_fault_is_found(fault):
+def test_a_planted_fault_is_found(fault, family):
     """In contexts so short that one token of 16-bit KV matters."""
     heads, dtype, _ = SHAPES["llama"]
     asked = multi_token(path_table([(-1, 5)], [0, 0], [2, 2]), [4, 4], heads, dtype, device=DEVICE)
-    plan = next(iter(plans_of(asked, most=1)))
-    check(plan, asked)
+    plan = next(iter(plans_of(asked, family, most=1)))
+    check(plan, asked, family)
     with pytest.raises(AssertionError):
-        check(plan, asked, fault)
+        check(plan, asked, family, fault)
 
 
-def test_one_graph_serves_other_plans():
+def test_one_graph_serves_other_plans(family):
     """The wrapper's largest step first; then batches of other trees and tokens in its memory."""
     heads, dtype, _ = SHAPES["llama"]
-    made = PrefixAttentionWrapper(32, 8, 128, device=DEVICE, dtype=dtype, sm_scale=1.5 * 128**-0.5)
+    backend_of(family, heads, dtype)
+    made = PrefixAttentionWrapper(
+        32, 8, 128, device=DEVICE, dtype=dtype, kernels=family, sm_scale=1.5 * 128**-0.5
+    )
     total = 256
     steps = [
         multi_token(paths, lens, heads, dtype, device=DEVICE)
@@ -143,17 +140,10 @@ def test_one_graph_serves_other_plans():
         )
     ]
 
-    def plan(asked):
-        requests = asked.requests
-        made.plan(
-            paths_of(requests.paths), requests.seq_lens, requests.req_to_token, requests.pool,
-            query_lens=asked.query_lens,
-        )  # fmt: skip
-
     slots = max(len(asked.requests.k) for asked in steps)
     k, v = (torch.full((slots, 8, 128), math.nan, dtype=dtype, device=DEVICE) for _ in range(2))
     q, out = (torch.full((total, 32, 128), math.nan, dtype=dtype, device=DEVICE) for _ in range(2))
-    plan(steps[0])
+    plan_several(made, steps[0])
     made.run(q, (k, v), out=out)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -161,7 +151,7 @@ def test_one_graph_serves_other_plans():
         made.run(q, (k, v), out=out)
     for asked in steps:
         assert np.sum(asked.query_lens) == total
-        plan(asked)
+        plan_several(made, asked)
         k[: len(asked.requests.k)], v[: len(asked.requests.k)] = asked.requests.k, asked.requests.v
         q.copy_(asked.queries.q)
         out.fill_(math.nan)

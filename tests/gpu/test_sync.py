@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.support.families import FAMILIES
 from tests.support.gpu_problems import TREES, gpu_problem
-from tests.support.running import load
+from tests.support.kernels import FAMILIES, backend_of, planner_of
+from tests.support.running import executor_of, load
 
 BUSY_CYCLES = 2_000_000_000  # about a second: longer than any step's host time
 
@@ -17,13 +17,13 @@ def forbid_synchronisation():
     torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.fixture(params=["parallel_tiles", "row_tiles"])
+@pytest.fixture(params=FAMILIES)
 def prepared(request):
     """Two problems, their plans, an executor on which everything is compiled, and the inputs."""
     problems = [gpu_problem(TREES[name]()) for name in ("mixed", "deep")]
-    family = FAMILIES[request.param]
-    plans = [family.planner().plan(problem.paths) for problem in problems]
-    made = family.executor(problems[0], *plans)
+    backend = backend_of(request.param)
+    plans = [planner_of(backend).plan(problem.paths) for problem in problems]
+    made = executor_of(backend, problems[0], *plans)
     steps = []
     for problem, plan in zip(problems, plans, strict=True):
         steps.append((problem, plan, problem.last_slots(), torch.empty_like(problem.q)))

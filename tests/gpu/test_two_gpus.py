@@ -31,7 +31,7 @@ ENGINE = one_gpu.ENGINE | {
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Runs by backend."""
-    env = one_gpu.config_of(TESTED, 1).env | {"SGL_PREFIX_ATTN_HEADROOM": "5"}
+    env = one_gpu.config_of(TESTED, 1).env | {"PREFIX_ATTN_HEADROOM": "5"}
     jobs = {}
     for backend in (REFERENCE, NOISE, TESTED):
         faults = ("", ONE_FAILS) if backend == TESTED else ("",)

@@ -2,7 +2,7 @@
 graphs.
 
 The draft model is the target itself, of whose drafts SGLang accepts about half, stock or not:
-lengths move by one to four tokens a step. N-grams and an EAGLE layer draft in engines of their own.
+lengths move by one to four tokens a step. An EAGLE layer drafts in engines of its own.
 """
 
 from itertools import pairwise
@@ -28,8 +28,7 @@ pytestmark = test_extend_engines.pytestmark
 
 SCENARIOS = plain("staggered", "siblings", "two_turns", "crowd")
 TOKENS = 4
-NGRAM, EAGLE, DECODE = "ngram", "eagle", "decode"
-REPEATED = plain("siblings", "repeated")
+EAGLE, DECODE = "eagle", "decode"
 CHAINS = {
     "speculative_num_steps": TOKENS - 1,
     "speculative_eagle_topk": 1,
@@ -40,9 +39,9 @@ PLANNED = {"prefill_attention_backend": TESTED}
 
 def config(name, scenarios, env=None, **engine) -> Config:
     env = {
-        "SGL_PREFIX_ATTN_CPU_PLATFORM": "0",
-        "SGL_PREFIX_ATTN_POLICY": "prefix",
-        "SGL_PREFIX_ATTN_PREFILL": "1",
+        "PREFIX_ATTN_CPU_PLATFORM": "0",
+        "PREFIX_ATTN_POLICY": "prefix",
+        "PREFIX_ATTN_PREFILL": "1",
     } | (env or {})
     return Config(f"verify-{name}", scenarios, ENGINE | engine, env)
 
@@ -71,24 +70,19 @@ def runs(folder):
 
 @pytest.fixture(scope="module")
 def others(runs, folder):
-    """Engines that verify n-grams, and drafts of an EAGLE layer with random weights, these also
-    behind a prefill backend of SGLang's."""
+    """Engines that verify drafts of an EAGLE layer with random weights, one of them behind a
+    prefill backend of SGLang's."""
     layer = write_config(
         folder / "draft", "tiny", architectures=["LlamaForCausalLMEagle"], num_hidden_layers=1,
         hidden_size=512, intermediate_size=1024, head_dim=128,
     )  # fmt: skip
-    ngrams = {
-        "speculative_algorithm": "NGRAM",
-        "speculative_ngram_max_bfs_breadth": 1,
-        "speculative_num_draft_tokens": TOKENS,
-    }
     eagle = CHAINS | {
         "speculative_algorithm": "EAGLE",
         "speculative_draft_model_path": str(layer),
         "speculative_draft_load_format": "dummy",
     }
-    no_variable = {"SGL_PREFIX_ATTN_PREFILL": "0"}
-    checks = {"SGL_PREFIX_ATTN_CHECK": "1", "SGL_PREFIX_ATTN_CHECK_EVERY": "4"}
+    no_variable = {"PREFIX_ATTN_PREFILL": "0"}
+    checks = {"PREFIX_ATTN_CHECK": "1", "PREFIX_ATTN_CHECK_EVERY": "4"}
     decode = {
         "prefill_attention_backend": "fa3",
         "speculative_attention_mode": "decode",
@@ -96,7 +90,6 @@ def others(runs, folder):
     }
     alternate = ("siblings", "alternate")
     jobs = {
-        NGRAM: (config(NGRAM, REPEATED, **ngrams, **PLANNED), TESTED),
         EAGLE: (config(EAGLE, SCENARIOS, checks, **eagle, **PLANNED), TESTED),
         DECODE: (config(DECODE, (*SCENARIOS, alternate), no_variable, **eagle, **decode), TESTED),
     }
@@ -172,24 +165,12 @@ def test_stock_and_prefix_rounds_alternate_on_draft_graphs(runs):
     assert len(variants) > 4 and all(a != b for a, b in pairwise(variants))
 
 
-def test_ngrams_that_are_chains_are_verified_over_plans(runs, others):
-    """At first nothing is foretold, and drafts filled up with siblings are trees; the second time
-    the four requests say what they said, as near as bf16 has it."""
-    run, key = others[NGRAM], ("repeated", "")
-    found = {(step["variant"], step["reason"]) for step in verified(run, key)}
-    assert found == {("prefix", "forced"), ("stock", "verify_tree")}
-    noise = share(runs, NOISE, plain("siblings"))
-    stock = runs[REFERENCE].outputs["siblings", ""]
-    assert equal_share(stock, run.outputs["siblings", ""]) >= noise - MARGIN
-    assert equal_share(stock + stock, run.outputs[key]) >= noise - MARGIN
-
-
 def test_the_decode_backend_verifies_behind_another_prefill_backend(runs, others):
     """And drafts beside FlashInfer, for which every round waits for its lengths."""
     run = others[DECODE]
     for steps in (verified, drafted):
         assert {step["variant"] for key in SCENARIOS for step in steps(run, key)} == {"prefix"}
-    assert "row tiles serve verify batches" in run.log
+    assert "plans serve verify batches" in run.log
     noise = share(runs, NOISE, SCENARIOS)
     assert share(runs | others, DECODE, SCENARIOS) >= noise - MARGIN
     variants = [step["variant"] for step in drafted(run, ("siblings", "alternate"))]

@@ -6,9 +6,8 @@ import pytest
 from filelock import FileLock
 
 from eval.tiny_model import write_tiny_llama
-from sgl_prefix_attn.execute.backends.torch_row_tiles import TorchRowTiles
 from tests.sglang.engine import PREFIX, Config, Run, result, run
-from tests.support.torch_row_tiles import say_that_row_tiles_run
+from tests.support.torch_hopper import TorchHopper, as_on_hopper
 
 
 @pytest.fixture(scope="session")
@@ -46,15 +45,15 @@ def engines(model, tmp_path_factory):
     return Engines(model, shared / "engines")
 
 
-@pytest.fixture(params=["packs", "row_tiles"])
+@pytest.fixture(params=["portable", "hopper"])
 def server(request, monkeypatch):
-    """A backend of one layer over a fake runner, without a GPU: torch runs the words of either
+    """A backend of one layer over a fake runner, without a GPU: torch runs the plans of either
     family of kernels."""
     from tests.sglang.fake_server import Server
 
-    if request.param == "row_tiles":
-        say_that_row_tiles_run(monkeypatch.setattr)
+    if request.param == "hopper":
+        as_on_hopper(monkeypatch.setattr)
     made = Server(monkeypatch)
-    is_row_tiles = isinstance(made.backend._executor.backend, TorchRowTiles)
-    assert is_row_tiles == (request.param == "row_tiles")
+    is_hopper = isinstance(made.backend.decode.executor.backend, TorchHopper)
+    assert is_hopper == (request.param == "hopper")
     return made

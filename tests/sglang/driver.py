@@ -3,6 +3,7 @@
 $DRIVER_SPAWNS set: the engine's processes start as on a GPU, where each registers by itself.
 """
 
+import inspect
 import json
 import os
 import sys
@@ -28,7 +29,9 @@ def main():
     for name, fault in job["scenarios"]:
         fault_file.write_text(fault)
         seen = _lines(steps)
-        outputs = engine.loop.run_until_complete(getattr(scenarios, name)(engine))
+        outputs = getattr(scenarios, name)(engine)
+        if inspect.isawaitable(outputs):
+            outputs = engine.loop.run_until_complete(outputs)
         _flush(engine)  # no scenario sees another's KV, nor what a fault left in it
         recorded = [json.loads(line) for line in steps.read_text().splitlines()[seen:]]
         results.append({"scenario": name, "fault": fault, "outputs": outputs, "steps": recorded})

@@ -1,14 +1,29 @@
-"""Real engines for tests: one subprocess per configuration and backend, several scenarios each."""
+"""Real engines for tests: one process per configuration and backend, several scenarios each.
+
+They are forks of a process that has imported SGLang, which takes longer than most scenarios; but
+those with variables of SGLang's own, some of which it reads as it is imported."""
 
 import json
 import os
-import subprocess
+import runpy
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerProcess, SpawnProcess
 from pathlib import Path
+from unittest.mock import patch
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 PACKAGE = "prefix_attn_engine_tests"
+forkserver.set_forkserver_preload(["sglang.srt.entrypoints.engine"])
+Process = ForkServerProcess | SpawnProcess
+_ALWAYS = {
+    "PREFIX_ATTN_CPU_PLATFORM": "1",
+    # Two engines run side by side: threads that spin for each other cost ten times the work.
+    "OMP_NUM_THREADS": "1",
+}
 START_TIMEOUT_S = 420  # on a GPU the first engine compiles FlashInfer's kernels
 
 STOCK = "torch_native"
@@ -39,7 +54,7 @@ def plain(*names: str) -> tuple[tuple[str, str], ...]:
     return tuple((name, "") for name in names)
 
 
-def start(config: Config, backend: str, model: Path, folder: Path) -> subprocess.Popen:
+def start(config: Config, backend: str, model: Path, folder: Path) -> Process:
     """Start the driver; wait() for it, and read its result()."""
     folder.mkdir(parents=True)
     _write_site(folder / "site")
@@ -61,35 +76,46 @@ def start(config: Config, backend: str, model: Path, folder: Path) -> subprocess
         "results": str(folder / "results.json"),
     }
     (folder / "job.json").write_text(json.dumps(job))
-    env = {key: value for key, value in os.environ.items() if not key.startswith("SGL_PREFIX")}
+    env = {key: value for key, value in os.environ.items() if not key.startswith("PREFIX_ATTN_")}
     env |= {
-        "SGL_PREFIX_ATTN_CPU_PLATFORM": "1",
+        **_ALWAYS,
         "PYTHONPATH": os.pathsep.join(
             [str(folder / "site"), os.environ.get("PYTHONPATH", "")]
         ).rstrip(os.pathsep),
-        # Two engines run side by side: threads that spin for each other cost ten times the work.
-        "OMP_NUM_THREADS": "1",
         "PROBE_STEPS": job["steps"],
         "PROBE_FAULT": job["fault"],
         **config.env,
     }
-    with (folder / "log").open("w") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", f"{PACKAGE}.driver", str(folder / "job.json")],
-            cwd=folder,
-            env=env,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    alone = any(name.startswith("SGLANG_") for name in config.env)
+    process = (SpawnProcess if alone else ForkServerProcess)(target=_drive, args=(folder, env))
+    with patch.dict(os.environ, _ALWAYS):
+        process.start()
+    return process
 
 
-def wait(process: subprocess.Popen, folder: Path) -> int | str:
+def _drive(folder: Path, env: dict[str, str]) -> None:
+    """Become the driver of the job in a folder, as `python -m PACKAGE.driver` would be with this
+    environment."""
+    os.setsid()
+    os.chdir(folder)
+    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.path[:] = [
+        str(folder / "site"),
+        *(path for path in sys.path if path not in ("", str(ROOT))),
+    ]
+    sys.argv[:] = ["driver", str(folder / "job.json")]
+    runpy.run_module(f"{PACKAGE}.driver", run_name="__main__", alter_sys=True)
+
+
+def wait(process: Process, folder: Path) -> int | str:
     """Wait for a driver to end, however it does: its exit code, or that it took too long."""
     try:
-        code = process.wait(timeout=START_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        code = "a timeout"
+        process.join(START_TIMEOUT_S)
+        code = "a timeout" if process.exitcode is None else process.exitcode
     finally:
         _end(process)
     (folder / "exit").write_text(str(code))
@@ -125,13 +151,11 @@ def run_together(jobs: dict[str, tuple[Config, str]], model: Path, folder: Path)
     return {name: result(folder / name) for name in jobs}
 
 
-def _end(process: subprocess.Popen) -> None:
+def _end(process: Process) -> None:
     """End the driver's own process group: SGLang's children outlive a parent that was killed."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, 9)
-    except ProcessLookupError:
-        pass
-    process.wait()
+    process.join()
 
 
 def _write_site(site: Path) -> None:

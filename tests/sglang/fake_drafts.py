@@ -22,7 +22,7 @@ from sglang.srt.speculative.draft_utils import DraftBackendFactory
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sgl_prefix_attn.execute.reference import full_attention
+from sgl_prefix_attn.execute.full_attention import full_attention
 from sgl_prefix_attn.patches import batch_requests
 from sgl_prefix_attn.plugin import entry_point
 from tests.sglang.fake_draft_graphs import DraftGraphRunner
@@ -104,7 +104,7 @@ class Drafts:
 
     def __init__(self, monkeypatch, requests=3, steps=STEPS, topk=1, tp_size=1, env=(), **server):
         for name, value in (("PREFILL", "1"), *env):
-            monkeypatch.setenv(f"SGL_PREFIX_ATTN_{name}", value)
+            monkeypatch.setenv(f"PREFIX_ATTN_{name}", value)
         defaults = {
             "speculative_algorithm": "EAGLE",
             "speculative_draft_window_size": None,
@@ -140,13 +140,13 @@ class Drafts:
         self.worker = self._worker(topk)
         self.graphs = None
         if self.plans:
-            run = self.backend.executor.run
+            run = self.backend.lane.executor.run
 
             def traced(layer):
                 self.trace.append("prefix")
                 run(layer)
 
-            self.backend.executor.run = traced
+            self.backend.lane.executor.run = traced
 
     @property
     def plans(self) -> bool:
@@ -166,6 +166,8 @@ class Drafts:
                 "spec_algorithm": SpeculativeAlgorithm.EAGLE,
                 "model_config": SimpleNamespace(
                     hf_config=SimpleNamespace(architectures=["LlamaForCausalLMEagle"]),
+                    has_attention_sinks=False,
+                    context_len=4096,
                     hf_text_config=None,
                     vocab_size=VOCAB,
                     model_is_mrope=False,

@@ -18,7 +18,7 @@ from tests.sglang.fake_server import HKV, HQ, Batch, D
 
 MIB = 2**20
 STOCK_STEP = ["out_graph", "in_graph", "decode"]  # what the stock backend sees of a replay
-LIMIT = "SGL_PREFIX_ATTN_MAX_VARIANT_BS"
+LIMIT = "PREFIX_ATTN_MAX_VARIANT_BS"
 
 
 class Graphs:

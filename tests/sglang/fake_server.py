@@ -14,7 +14,9 @@ from tests.support.fake_sglang import World
 from tests.support.parallel import ranks
 
 HQ, HKV, D = 4, 2, 8
+LATENT = 6  # elements of a latent row's value, of D
 PLAIN_SERVER = {
+    "enable_deterministic_inference": False,
     "enable_metrics": False,
     "enable_dp_attention": False,
     "enable_two_batch_overlap": False,
@@ -72,13 +74,17 @@ class Batch(SimpleNamespace):
 class Pool:
     kv_cache_layout = "nhd"
 
-    def __init__(self, slots):
+    def __init__(self, slots, dtype=torch.float32):
         generator = torch.Generator().manual_seed(0)
-        self.k = torch.randn(slots, HKV, D, generator=generator)
-        self.v = torch.randn(slots, HKV, D, generator=generator)
+        self.k = torch.randn(slots, HKV, D, generator=generator).to(dtype)
+        self.v = torch.randn(slots, HKV, D, generator=generator).to(dtype)
 
-    def set_kv_buffer(self, layer, loc, k, v):
-        self.k[loc.loc], self.v[loc.loc] = k, v
+    def set_kv_buffer(self, layer, loc, k, v, k_scale=None, v_scale=None):
+        """As SGLang's: in place."""
+        if k.dtype != self.k.dtype and k_scale is not None:
+            k.div_(k_scale)
+            v.div_(v_scale)
+        self.k[loc.loc], self.v[loc.loc] = k.to(self.k.dtype), v.to(self.v.dtype)
 
     def get_key_buffer(self, layer_id):
         return self.k
@@ -90,8 +96,37 @@ class Pool:
 Pool.__name__ = "MHATokenToKVPool"
 
 
+class LatentPool:
+    """A row of D elements a token, whose first LATENT are its value."""
+
+    def __init__(self, slots):
+        self.k = torch.randn(slots, 1, D, generator=torch.Generator().manual_seed(0))
+        self.v = self.k[..., :LATENT]
+
+    def set_kv_buffer(self, layer, loc, k, v):
+        self.k[loc.loc] = k
+
+    def set_mla_kv_buffer(self, layer, loc, k, k_rope):
+        """As SGLang 0.5.17's, of a bare loc."""
+        self.k[loc] = torch.cat([k, k_rope], -1)
+
+    def get_key_buffer(self, layer_id):
+        return self.k
+
+    def get_value_buffer(self, layer_id):
+        return self.v
+
+
+LatentPool.__name__ = "MLATokenToKVPool"
+
+
 class Server:
-    """A backend over a fake runner, and the steps that SGLang would drive it through."""
+    """A backend over a fake runner, and the steps that SGLang would drive it through.
+
+    others  layers of the model beside the one that the steps run
+    sinks   float32 [HQ] of that layer, which a model has as bfloat16; None: none
+    latent  that layer's KV is LatentPool's
+    """
 
     def __init__(
         self,
@@ -99,6 +134,9 @@ class Server:
         settings=Settings(headroom=8, prefill=True),  # noqa: B008
         tp_size=1,
         prefill="torch_native",
+        others=(),
+        sinks=None,
+        latent=False,
     ):
         from sglang.srt.layers.radix_attention import RadixAttention
 
@@ -106,8 +144,14 @@ class Server:
         for i in range(3):
             self.world.add([0] * 40 + [1 + i], tail=30)
         self.layer = RadixAttention(HQ, D, D**-0.5, HKV, layer_id=0)
+        if latent:
+            self.layer = RadixAttention(HQ, D, D**-0.5, 1, layer_id=0, v_head_dim=LATENT)
+        self.options = {}  # of the layer, in each step
+        if sinks is not None:
+            self.layer.sinks = torch.nn.Parameter(sinks.bfloat16(), requires_grad=False)
+            self.options["sinks"] = self.layer.sinks
         self.trace: list[str] = []  # kernels of each layer, as they run
-        self.stock = Stock(self.trace)
+        self.stock, self.beside = Stock(self.trace), Stock(self.trace)
         runner = SimpleNamespace(
             device="cpu",
             dtype=torch.float32,
@@ -116,22 +160,31 @@ class Server:
             kv_index_translator=None,
             max_total_num_tokens=4096,
             page_size=1,
-            model=torch.nn.Sequential(self.layer),
+            model_config=SimpleNamespace(
+                has_attention_sinks=sinks is not None,
+                context_len=4096,
+                kv_lora_rank=LATENT if latent else None,
+            ),
+            model=torch.nn.Sequential(self.layer, *others),
             req_to_token_pool=SimpleNamespace(size=16, req_to_token=self.world.req_to_token),
-            token_to_kv_pool=Pool(4096),
-            server_args=SimpleNamespace(**PLAIN_SERVER, decode_log_interval=40),
+            token_to_kv_pool=LatentPool(4096) if latent else Pool(4096),
+            server_args=SimpleNamespace(
+                **PLAIN_SERVER, attention_backend="torch_native", decode_log_interval=40
+            ),
         )
         self.parallel = ranks(tp_size)
+        # A second one serves the other layers of graphs with prefix kernels.
+        stocks = iter([self.stock, self.beside] if others else [])
         monkeypatch.setattr(sglang_config, "parallel", lambda: self.parallel)
         monkeypatch.setattr(sglang_config, "options", lambda server_args: server_args)
         monkeypatch.setattr(sglang_config, "attention_backends", lambda args: (prefill, "prefix"))
-        monkeypatch.setattr(backend_module, "create_stock", lambda runner: self.stock)
+        monkeypatch.setattr(backend_module, "create_stock", lambda *which: next(stocks, self.stock))
         self._monkeypatch = monkeypatch
         self.backend = PrefixAttnBackend(runner, settings)
         if self.backend.can_run_prefix:
-            self._trace_prefix_kernels(self.backend._executor)
-        if self.backend._extends is not None:
-            self._trace_prefix_kernels(self.backend._extends._executor)
+            self._trace_prefix_kernels(self.backend.decode.executor)
+        if self.backend.extends is not None:
+            self._trace_prefix_kernels(self.backend.extends.lane.executor)
         runner.attn_backend = self.backend
         self.runner = runner
 
@@ -185,17 +238,17 @@ class Server:
         q = torch.randn(rows, HQ * D, generator=generator)
         k = torch.randn(rows, HKV, D, generator=generator)
         v = torch.randn(rows, HKV, D, generator=generator)
-        out = self.backend.forward_decode(q, k, v, self.layer, batch, **options)
+        out = self.backend.forward_decode(q, k, v, self.layer, batch, **self.options | options)
         return q, out
 
     def expected(self, q, batch):
-        from sgl_prefix_attn.execute.reference import full_attention
+        from sgl_prefix_attn.execute.full_attention import full_attention
 
         pool = self.runner.token_to_kv_pool
         out, _ = full_attention(
             q.view(-1, HQ, D), pool.k, pool.v, self.world.req_to_token,
             batch.req_pool_indices, batch.seq_lens, sm_scale=D**-0.5,
-            logits_soft_cap=self.layer.logit_cap,
+            logits_soft_cap=self.layer.logit_cap, **self.options,
         )  # fmt: skip
         return out.reshape(len(q), -1).float()
 

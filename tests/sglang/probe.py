@@ -4,8 +4,13 @@ engine.py puts a dist-info folder with its entry point on the engine's path. Ste
 $PROBE_STEPS as JSON lines, with the tensor-parallel rank that made each; the fault to plant is read
 from $PROBE_FAULT before each step, so that one engine serves many scenarios.
 $PROBE_LORA_LABELS set: decode graphs are captured once for each of SGLang's LoRA labels.
-$PROBE_ROW_TILES set: the server runs row tiles, in torch.
+$PROBE_HOPPER set: the server takes its kernels for Hopper's, which torch runs.
 $PROBE_HOST_COPIES set: HiCache copies KV in torch, for it has no GPU.
+$PROBE_UNPINNED set: LoRA takes host memory that is not pinned, for the same reason.
+$PROBE_ROWS set: SGLang's batch-invariant mode, which needs a GPU, multiplies and draws row by row.
+$PROBE_TORCH_LINEAR set: linear attention is run in torch.
+$PROBE_TORCH_WINDOWS names SGLang's backends, joined by commas, that are torch's with windows of a
+pool of their own, and sinks.
 """
 
 import dataclasses
@@ -34,13 +39,29 @@ def register():
             from tests.support.host_copies import copy_with_torch
 
             copy_with_torch()
+        if os.environ.get("PROBE_UNPINNED"):
+            from tests.support.lora import unpin
+
+            unpin()
+        if os.environ.get("PROBE_ROWS"):
+            from sglang.srt import batch_invariant_ops
+
+            batch_invariant_ops.enable_batch_invariant_mode = _work_row_by_row
+        if os.environ.get("PROBE_TORCH_LINEAR"):
+            from tests.support import torch_linear
+
+            torch_linear.install()
+        if names := os.environ.get("PROBE_TORCH_WINDOWS"):
+            from tests.support import torch_windows
+
+            torch_windows.install(names.split(","))
         _record_steps(preparer, Path(steps), Path(fault_file))
         _record_extends(extend, Path(steps))
         _plant_faults(preparer, build, Path(fault_file))
-        if os.environ.get("PROBE_ROW_TILES"):
-            from tests.support.torch_row_tiles import say_that_row_tiles_run
+        if os.environ.get("PROBE_HOPPER"):
+            from tests.support.torch_hopper import as_on_hopper
 
-            say_that_row_tiles_run()
+            as_on_hopper()
         if os.environ.get("PROBE_LORA_LABELS"):
             _capture_lora_labels()
 
@@ -55,6 +76,33 @@ def _capture_lora_labels():
         lambda runner: setattr(runner, "record_nolora_graph", True),
         HookType.BEFORE,
     )
+
+
+def _work_row_by_row():
+    import torch
+    from sglang.srt.layers import sampler
+
+    def by_row(multiply):
+        def rows(x, *args, **kwargs):
+            if x.dim() != 2 or len(x) < 2:
+                return multiply(x, *args, **kwargs)
+            return torch.cat([multiply(row, *args, **kwargs) for row in x.split(1)])
+
+        return rows
+
+    torch.nn.functional.linear = by_row(torch.nn.functional.linear)
+    torch.matmul = by_row(torch.matmul)
+
+    def draw(logprobs, seeds, positions):
+        noise = torch.stack(
+            [
+                torch.rand(logprobs.shape[1], generator=torch.Generator().manual_seed(seed))
+                for seed in (1_000_003 * seeds + positions.view(-1)).tolist()
+            ]
+        )
+        return (logprobs - noise.log().neg().log()).argmax(1, keepdim=True)
+
+    sampler.multinomial_with_seed = draw
 
 
 def _read(path: Path) -> str:
@@ -114,7 +162,8 @@ def _record_steps(preparer, steps: Path, fault_file: Path):
         nth = nth_step[fault] = nth_step.get(fault, -1) + 1
         if nth == 0:
             # What stands is of the scenario before.
-            self._stock = type(self._stock)(self.settings)
+            decision, _ = self._standing
+            self._standing = decision, 0
         settings = self.settings
         if _forces_stock(fault, nth):
             self.settings = dataclasses.replace(settings, policy="stock")
@@ -161,7 +210,7 @@ def _record_extends(extend, steps: Path):
 
     def recorded(self, batch, query_lens, *against):
         step = prepare(self, batch, query_lens, *against)
-        record = {"extend": query_lens.tolist(), **_outcome(step, self._counters)}
+        record = {"extend": query_lens.tolist(), **_outcome(step, self.counters)}
         with steps.open("a") as out:
             out.write(json.dumps(record) + "\n")
         return step
@@ -207,56 +256,41 @@ def _within(bounds: list[str], nth: int) -> bool:
 
 
 def _plant_faults(preparer, build, fault_file: Path):
+    import torch
+
     from eval.compare_outputs import faults
-    from sgl_prefix_attn import plan as packs
-    from sgl_prefix_attn.plan import row_tile_planner
+    from sgl_prefix_attn.execute import row_sums
+    from sgl_prefix_attn.plan import search
     from tests.support.multi_token import CHAIN_FAULTS
 
-    make_packs, make_tiles = packs.make_packs, row_tile_planner.make_tiles
-    plan, plan_row_tiles = build.Planner.plan_forest, build.RowTilePlanner.plan_forest
+    make_tiles, plan = search.make_tiles, build.Planner.plan_forest
     load, append = build.PlanExecutor.load, build.PlanExecutor.append
+    run, over = build.PlanExecutor.run, row_sums.RowSums.over
     stale, init = preparer.PlanLifetime.stale, preparer.StepPreparer.__init__
     nth_plan = {}
 
-    def fault_of_plan():
+    def faulty_plan(self, forest):
         fault = _read(fault_file)
         nth = nth_plan[fault] = nth_plan.get(fault, -1) + 1
         if _fails_to_plan(fault, nth):
             raise ZeroDivisionError("planted")
-        return fault
-
-    def faulty_row_tile_plan(self, forest):
-        change = CHAIN_FAULTS.get(fault_of_plan())
-        good = plan_row_tiles(self, forest)
+        # Where chains are verified over plans, plans of one query a request are of draft steps.
+        drafts = fault == "draft_node_dropped" and forest.query_lens is None
+        if fault == "shared_node_dropped" or drafts:
+            forest = faults.without_largest_node(forest)
+        good, change = plan(self, forest), CHAIN_FAULTS.get(fault)
         if change is None or forest.query_lens is None or forest.query_lens.max() < 3:
             return good
         words = good.words.copy()
         change(words)
         return dataclasses.replace(good, words=words)
 
-    def faulty_packs(*args):
-        good = make_packs(*args)
-        dropped = _read(fault_file) == "shared_node_dropped"
-        return faults.without_largest_shared(good) if dropped else good
-
     def faulty_tiles(forest, *args):
-        fault = _read(fault_file)
-        # Where chains are verified over plans, plans of one query a request are of draft steps.
-        drafts = fault == "draft_node_dropped" and forest.query_lens is None
-        if fault == "shared_node_dropped" or drafts:
-            forest = faults.with_largest_node_empty(forest)
         good = make_tiles(forest, *args)
-        if fault != "tails_swapped":
+        if _read(fault_file) != "tails_swapped":
             return good
         run = faults.with_two_tail_runs_swapped(forest, good.run)
         return dataclasses.replace(good, run=run)
-
-    def faulty_plan(self, forest):
-        fault = fault_of_plan()
-        good = plan(self, forest)
-        if fault != "tails_swapped":
-            return good
-        return dataclasses.replace(good, words=faults.with_two_tails_swapped(good))
 
     def poisoned_load(self, *args):
         # Entries that nobody writes point at the padding slot: an earlier scenario with the same
@@ -268,26 +302,38 @@ def _plant_faults(preparer, build, fault_file: Path):
         if _read(fault_file) != "not_appended":
             append(self, *args)
 
+    def faulty_run(self, layer):
+        if _read(fault_file) == "without_sinks":
+            layer = dataclasses.replace(layer, sinks=None)
+        run(self, layer)
+
     def faulty_stale(self, *args):
         cause = stale(self, *args)
         return None if _read(fault_file).endswith(f"ignore:{cause}") else cause
 
-    def faulty_init(self, *args, agree, **kwargs):
+    def faulty_init(self, *args, agree=lambda ok: ok, **kwargs):
         def faulty_agree(ok):
             # Each rank hears itself alone.
             return ok if _read(fault_file).endswith("no_agreement") else agree(ok)
 
         init(self, *args, agree=faulty_agree, **kwargs)
 
+    def faulty_over(self, logits, v):
+        if _read(fault_file) == "maxima_of_the_item":  # rows are rescaled together
+            top = torch.maximum(self.top, logits.amax())
+            shrink = torch.exp(self.top - top)
+            self = row_sums.RowSums(self.acc * shrink[..., None], top, self.total * shrink)
+        return over(self, logits, v)
+
+    row_sums.RowSums.over = faulty_over
     preparer.PlanLifetime.stale = faulty_stale
     preparer.StepPreparer.__init__ = faulty_init
     for reader in READERS:
         _shorten_paths(reader, fault_file)
     build.Planner.plan_forest = faulty_plan
-    build.RowTilePlanner.plan_forest = faulty_row_tile_plan
-    packs.make_packs, row_tile_planner.make_tiles = faulty_packs, faulty_tiles
+    search.make_tiles = faulty_tiles
     build.PlanExecutor.load = poisoned_load
-    build.PlanExecutor.append = faulty_append
+    build.PlanExecutor.append, build.PlanExecutor.run = faulty_append, faulty_run
 
 
 def _shorten_paths(reader, fault_file: Path):

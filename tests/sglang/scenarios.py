@@ -14,6 +14,9 @@ def tokens(seed: int, count: int) -> list[int]:
     return [rng.randrange(260, 1000) for _ in range(count)]
 
 
+OPENING = tokens(180, 4)  # of the questions about an image
+
+
 async def generate(engine, ids, new_tokens, *, at=None, **options):
     """One greedy request with options of SGLang's GenerateReqInput; at = {n: event} sets each event
     when n tokens have come back."""
@@ -153,15 +156,133 @@ async def extra_key(engine):
     )
 
 
+async def sessions(engine):
+    """Two sessions of two turns below one prompt, decoding together and beside a request of none.
+    Where the server streams sessions, a session's KV is no part of the tree."""
+    from sglang.srt.managers import io_struct
+
+    manager, names = engine.tokenizer_manager, ("one", "other")
+    streaming = manager.server_args.enable_streaming_session
+    for name in names:
+        await manager.open_session(
+            io_struct.OpenSessionReqInput(
+                capacity_of_str_len=4096, session_id=name, streaming=streaming
+            ),
+            None,
+        )
+    await generate(engine, SYSTEM, 2)
+
+    def turn(number, ids, new_tokens, name):
+        params = {"id": name, "rid": f"{name} {number - 1}" if number > 1 else None}
+        return generate(
+            engine, ids, new_tokens, rid=f"{name} {number}", session_params=params
+        )  # fmt: skip
+
+    first = await together(turn(1, SYSTEM + tokens(130 + i, 5), 10, n) for i, n in enumerate(names))
+    second = await together(
+        [
+            *(turn(2, tokens(132 + i, 6), 14, name) for i, name in enumerate(names)),
+            generate(engine, SYSTEM + tokens(134, 4), 14),
+        ]
+    )
+    for name in names:
+        await manager.close_session(io_struct.CloseSessionReqInput(session_id=name), None)
+    return [*first, *second]
+
+
+async def samples(engine):
+    """Two samples of each of three prompts, with log-probabilities; returns of each sample the
+    tokens, those that the log-probabilities are of, and the two best at each place.
+
+    The first place is left out: SGLang loses its log-probability when it retracts a request whose
+    first token it has not looked at yet (the streamer has then sent place 0 of an empty list).
+    """
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    async def ask(ids):
+        request = GenerateReqInput(
+            input_ids=ids,
+            sampling_params={
+                "temperature": 0, "max_new_tokens": 14, "ignore_eos": True, "n": 2
+            },
+            return_logprob=True,
+            top_logprobs_num=2,
+        )  # fmt: skip
+        answers = await anext(engine.tokenizer_manager.generate_request(request, None))
+        found = []
+        for answer in answers:
+            meta = answer["meta_info"]
+            places = len(answer["output_ids"]) - 1
+            best = [pair for top in meta["output_top_logprobs"][-places:] for pair in top]
+            pairs = [*meta["output_token_logprobs"][-places:], *best]
+            found.append([*answer["output_ids"], *(token for _, token, *_ in pairs)])
+        return found
+
+    answers = await together(ask(SYSTEM + tokens(140 + i, 4 + i)) for i in range(3))
+    return [sample for two in answers for sample in two]
+
+
+async def aborted(engine):
+    """A long prompt is aborted while others decode: between two of its chunks, in a server that
+    makes some. Then two prompts begin with it and find in the tree what was prefilled."""
+    join, leave = asyncio.Event(), asyncio.Event()
+    long, rid = SYSTEM[:32] + tokens(153, 1400), "aborted"
+
+    async def abort():
+        await leave.wait()
+        engine.tokenizer_manager.abort_request(rid)
+
+    others = [
+        generate(
+            engine, SYSTEM + tokens(150 + i, 5 + i), 40, at={} if i else {6: join, 12: leave}
+        )
+        for i in range(3)
+    ]  # fmt: skip
+    cut = after(join, generate(engine, long, 30, rid=rid))
+    *rest, _, _ = await together([*others, cut, abort()])
+    return [*rest, *await together(generate(engine, long + tokens(154 + i, i), 8) for i in (1, 2))]
+
+
+async def churn(engine):
+    """Forty requests of a few prompts, six at a time: whenever one ends, the next comes. Each fifth
+    is aborted while it decodes."""
+    rng, seats = random.Random(160), asyncio.Semaphore(6)
+    heads = [SYSTEM, SYSTEM[:50], SYSTEM[:50] + tokens(161, 40), tokens(162, 33), []]
+    prompts = [rng.choice(heads) + tokens(170 + i, rng.randint(1, 40)) for i in range(40)]
+    lengths = [rng.randint(4, 20) for _ in prompts]
+
+    async def kept(ids, length):
+        async with seats:
+            return await generate(engine, ids, length)
+
+    async def dropped(ids, rid):
+        event = asyncio.Event()
+
+        async def abort():
+            await event.wait()
+            engine.tokenizer_manager.abort_request(rid)
+
+        async with seats:
+            await together([generate(engine, ids, 30, rid=rid, at={3: event}), abort()])
+
+    outputs = await together(
+        dropped(ids, f"dropped {i}") if i % 5 == 4 else kept(ids, length)
+        for i, (ids, length) in enumerate(zip(prompts, lengths, strict=True))
+    )
+    return [output for output in outputs if output is not None]
+
+
 async def siblings(engine):
     """Four requests under one prompt that is already cached, decoding together."""
     await generate(engine, SYSTEM, 2)
     return await together(generate(engine, SYSTEM + tokens(70 + i, 6 + i), 24) for i in range(4))
 
 
-async def repeated(engine):
-    """The siblings twice: what they say the second time, n-grams of the first time foretell."""
-    return await siblings(engine) + await siblings(engine)
+async def long_siblings(engine):
+    """Siblings whose prompt has several of the chunks at whose ends a tree keeps a state."""
+    prompt = SYSTEM + tokens(190, 240)
+    await generate(engine, prompt, 2)
+    return await together(generate(engine, prompt + tokens(191 + i, 6 + i), 24) for i in range(4))
 
 
 async def crowd(engine):
@@ -171,13 +292,36 @@ async def crowd(engine):
 
 
 async def adapters(engine):
-    """Requests of two LoRA adapters and of none: KV is shared under the same adapter only."""
-    ids = SYSTEM + tokens(100, 4)
-    paths = ["adapter", "adapter", None, None]
-    for path in ("adapter", None):
-        await generate(engine, SYSTEM, 2, lora_path=path)
-    return await asyncio.gather(
-        *(generate(engine, ids + tokens(i, 3 + i), 16, lora_path=p) for i, p in enumerate(paths))
+    """Equal prompts under two LoRA adapters and under none, two of each decoding together: KV is
+    shared under the same adapter only."""
+    from tests.support.lora import ADAPTERS
+
+    ids, names = SYSTEM + tokens(100, 4), (*ADAPTERS, None)
+    for name in names:
+        await generate(engine, ids, 2, lora_path=name)
+    return await together(
+        generate(engine, ids + tokens(101 + i, 3 + i), 24, lora_path=name)
+        for i, name in enumerate(name for name in names for _ in range(2))
+    )
+
+
+async def images(engine):
+    """Two questions about each of two images, and one about none, below one prompt and decoding
+    together: KV is shared up to an image, and behind it under the same image only."""
+    from tests.support.qwen_vl import IMAGE, VISION_END, VISION_START, image
+
+    def ask(seed, question, new_tokens):
+        ids = [*SYSTEM, VISION_START, IMAGE, VISION_END, *OPENING, *question]
+        return generate(engine, ids, new_tokens, image_data=[image(seed)])
+
+    for seed in (1, 2):
+        await ask(seed, [], 2)
+    questions = [tokens(181 + i, 5 + i) for i in range(2)]
+    return await together(
+        [
+            *(ask(seed, question, 24) for seed in (1, 2) for question in questions),
+            generate(engine, SYSTEM + tokens(183, 7), 24),
+        ]
     )
 
 
@@ -222,3 +366,53 @@ async def handed_over(engine):
             for i in range(4)
         )
     )  # fmt: skip
+
+
+async def _log_probabilities(engine, begun=None):
+    """Those of one request's tokens, as bits; `begun` is set when some have come back."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    request = GenerateReqInput(
+        input_ids=4 * SYSTEM + tokens(160, 20),
+        sampling_params={"temperature": 0, "max_new_tokens": 70, "ignore_eos": True},
+        return_logprob=True,
+        stream=True,
+    )
+    found = []
+    async for chunk in engine.tokenizer_manager.generate_request(request, None):
+        found = chunk["meta_info"]["output_token_logprobs"]
+        if begun and len(chunk["output_ids"]) >= 4:
+            begun.set()
+    return [float(value).hex() for value, *_ in found]
+
+
+async def by_itself(engine):
+    """One request's log-probabilities, alone."""
+    return await _log_probabilities(engine)
+
+
+async def beside_siblings(engine):
+    """The same beside some that share its prompt and one that shares none, which come and go."""
+    begun = asyncio.Event()
+    siblings = (
+        after(begun, generate(engine, 4 * SYSTEM + tokens(161 + i, 5 + 9 * i), 20 + i))
+        for i in range(10)
+    )
+    one, *_ = await asyncio.gather(
+        _log_probabilities(engine, begun), *siblings,
+        after(begun, generate(engine, tokens(180, 33), 30)),
+    )  # fmt: skip
+    return one
+
+
+def rollouts(engine):
+    """Those of eval/examples in two companies: texts of the first, and what differs."""
+    from eval.examples import rollouts as example
+
+    prompts = example.prompts_of(6, 150, range(260, 1000))
+    one, other = (
+        example.sample(engine, prompts, sent, samples=3, new_tokens=12)
+        for sent in example.companies(5, 1)
+    )
+    texts = [[token for _, token in rollout.steps] for rollout in one.values()]
+    return {"texts": texts, "differences": example.differences(one, other)}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
+from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.records import Decision
 from sgl_prefix_attn.step.policy import LENGTHS_AWAITED, STOCK_STEPS
 from tests.sglang.fake_server import PLAIN_SERVER, Server
@@ -180,7 +180,7 @@ def test_steps_are_stock_for_a_while_after_one_that_could_not_be_planned(
     chains, in_graphs, monkeypatch
 ):
     with monkeypatch.context() as patched:
-        patched.setattr(RowTilePlanner, "plan_forest", lambda *_: 1 / 0)
+        patched.setattr(Planner, "plan_forest", lambda *_: 1 / 0)
         batch = chains.batch()
         chains.server.observe(batch)
     assert chains.attend_unobserved(batch) == STOCK_CALLS[in_graphs]

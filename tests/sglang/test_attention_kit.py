@@ -10,14 +10,14 @@ import pytest
 
 from eval.compare_outputs.faults import FAULTS
 from sgl_prefix_attn.engine import backend as backend_module
-from sgl_prefix_attn.plan.row_tile_planner import RowTilePlanner
+from sgl_prefix_attn.plan.planner import Planner
 from tests.sglang.fake_server import Stock
 from tests.support import attention_kit
 from tests.support.attention_kit import dense, graphs, split_op, verify
 from tests.support.attention_kit_cases import DECODE, EXTEND, SHORT, VERIFY, cases
 from tests.support.multi_token import CHAIN_FAULTS
 from tests.support.plan_faults import plant
-from tests.support.torch_row_tiles import say_that_row_tiles_run
+from tests.support.torch_hopper import as_on_hopper
 
 
 class WrongStock(Stock):
@@ -30,25 +30,15 @@ class WrongStock(Stock):
 @pytest.fixture
 def stock(monkeypatch):
     """What runs stock batches: nothing that is right."""
-    monkeypatch.setattr(backend_module, "create_stock", lambda runner: WrongStock([]))
+    monkeypatch.setattr(backend_module, "create_stock", lambda *which: WrongStock([]))
 
 
-@pytest.fixture
-def kit(monkeypatch, stock):
-    """Row tiles."""
-    say_that_row_tiles_run(monkeypatch.setattr)
-    with attention_kit.started(monkeypatch, "cpu") as made:
-        yield made
-
-
-@pytest.fixture(params=["row_tiles", "packs"])
-def either(request, monkeypatch):
-    """Either family of kernels."""
-    if request.param == "row_tiles":
-        yield request.getfixturevalue("kit")
-        return
-    request.getfixturevalue("stock")
-    with attention_kit.started(monkeypatch, "cpu", "triton") as made:
+@pytest.fixture(params=["hopper", "portable"])
+def kit(request, monkeypatch, stock):
+    """Either family of kernels, run in torch."""
+    if request.param == "hopper":
+        as_on_hopper(monkeypatch.setattr)
+    with attention_kit.started(monkeypatch, "cpu", request.param) as made:
         yield made
 
 
@@ -56,28 +46,28 @@ def either(request, monkeypatch):
 
 
 @pytest.mark.parametrize(("sharing", "case"), cases(DECODE))
-def test_decode(either, sharing, case):
-    either.run(dense.run_dense_attention_case, case, sharing)
-    either.assert_prefix_ran(batches=1, nodes=sharing.num_shared)
+def test_decode(kit, sharing, case):
+    kit.run(dense.run_dense_attention_case, case, sharing)
+    kit.assert_prefix_ran(batches=1, nodes=sharing.num_shared)
 
 
 @pytest.mark.parametrize(("sharing", "case"), cases(DECODE))
-def test_decode_in_a_steady_step(either, sharing, case):
+def test_decode_in_a_steady_step(kit, sharing, case):
     """With a token more, the one of the step before, whose plan still holds."""
     longer = replace(case, prefix_lens=tuple(n + 1 for n in case.prefix_lens))
-    either.run(dense.run_dense_attention_case, longer, sharing, steady=True)
-    either.assert_prefix_ran(batches=2, nodes=sharing.num_shared)
-    assert either.backends[0].counters.plans.total() == 1
+    kit.run(dense.run_dense_attention_case, longer, sharing, steady=True)
+    kit.assert_prefix_ran(batches=2, nodes=sharing.num_shared)
+    assert kit.backends[0].counters.plans.total() == 1
 
 
 @pytest.mark.parametrize(("sharing", "case"), cases(DECODE))
-def test_decode_in_graphs(either, sharing, case):
+def test_decode_in_graphs(kit, sharing, case):
     """Eagerly, too: the kit compares both with its own and with each other."""
-    either.run(
+    kit.run(
         graphs.run_dense_cuda_graph_decode_case, case, sharing,
         cuda_graph_capture_batch_size=case.batch_size + 1,
     )  # fmt: skip
-    either.assert_prefix_ran(batches=2, nodes=sharing.num_shared)
+    kit.assert_prefix_ran(batches=2, nodes=sharing.num_shared)
 
 
 @pytest.mark.parametrize("layout", ["shuffled_pages", "interleaved_pages", "non_monotonic_extend"])
@@ -125,18 +115,18 @@ SEVERAL = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_faulty_decode_step_is_found(either, monkeypatch, fault):
+def test_a_faulty_decode_step_is_found(kit, monkeypatch, fault):
     planted = plant(monkeypatch, fault)
     with pytest.raises(AssertionError, match=FAR):
-        either.run(dense.run_dense_attention_case, SHORT.case(DECODE), SHORT.sharing, steady=True)
-    either.assert_prefix_ran(batches=2, nodes=1)
+        kit.run(dense.run_dense_attention_case, SHORT.case(DECODE), SHORT.sharing, steady=True)
+    kit.assert_prefix_ran(batches=2, nodes=1)
     assert planted
 
 
 @pytest.mark.parametrize("fault", [*CHAIN_FAULTS, "drop_node", "swap_tails"])
 @pytest.mark.parametrize("mode", SEVERAL, ids=lambda mode: mode.name)
 def test_a_faulty_plan_of_several_tokens_is_found(kit, monkeypatch, mode, fault):
-    planted, plan = [], RowTilePlanner.plan_forest
+    planted, plan = [], Planner.plan_forest
 
     def faulty(self, forest):
         made = plan(self, forest)
@@ -146,7 +136,7 @@ def test_a_faulty_plan_of_several_tokens_is_found(kit, monkeypatch, mode, fault)
         return made
 
     if fault in CHAIN_FAULTS:
-        monkeypatch.setattr(RowTilePlanner, "plan_forest", faulty)
+        monkeypatch.setattr(Planner, "plan_forest", faulty)
     else:
         planted = plant(monkeypatch, fault)
     function, options = SEVERAL[mode]

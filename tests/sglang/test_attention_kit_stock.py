@@ -10,7 +10,7 @@ import torch
 from sglang.srt.server_args import ServerArgs
 
 from tests.support import attention_kit
-from tests.support.attention_kit import dense, mla
+from tests.support.attention_kit import dense
 from tests.support.attention_kit_cases import DECODE, SHORT
 
 
@@ -36,13 +36,13 @@ def test_sliding_windows_are_stock(kit, monkeypatch, caplog, case):
     monkeypatch.setattr(dense, "_SWA_DECODE_EXTEND_WINDOW", rule | {"prefix"})
     kit.run(dense.run_dense_attention_case, case)
     assert set(kit.kernels) == {"stock"}
-    assert "every step runs stock attention (layers:sliding_window)" in caplog.text
+    assert "every step runs SGLang's own torch_native (layers:sliding_window)" in caplog.text
     # extend batches are counted where they may run plans
     counted = {("stock", "layers:sliding_window"): 1} if case.forward_mode == DECODE else {}
     assert kit.decided == counted
 
 
-KV_DTYPES = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2")
+KV_DTYPES = ("float8_e5m2", "float4_e2m1fn_x2")
 
 
 @pytest.mark.parametrize("dtype", KV_DTYPES)
@@ -58,15 +58,6 @@ def test_draft_models_get_the_stock_backend(kit):
     kit.change_runner = lambda runner: setattr(runner, "is_draft_worker", True)
     kit.run(dense.run_dense_attention_case, SHORT.case(DECODE))
     assert not kit.backends and not kit.kernels
-
-
-def test_latent_attention_is_refused(kit):
-    case = mla.MLAAttentionCase(
-        name="decode", backend="prefix", forward_mode=DECODE, num_heads=4, page_size=1,
-        prefix_lens=(7,),
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="uses multi-head latent attention"):
-        mla.run_mla_attention_case(kit, case, device=kit.device)
 
 
 def test_there_is_no_multimodal_backend_of_this_name():

@@ -3,6 +3,10 @@
 Decode graphs and their two variants: test_graph_variants.py.
 """
 
+import gc
+import itertools
+import logging
+import tracemalloc
 from types import SimpleNamespace
 
 import pytest
@@ -11,12 +15,14 @@ from prometheus_client import CollectorRegistry
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_prefix_attn.engine.counters_of import counters_of
+from sgl_prefix_attn.engine.runner_backend import find_observer
 from sgl_prefix_attn.metrics.counters import KvSize
 from sgl_prefix_attn.metrics.exporter import PrometheusExporter
-from sgl_prefix_attn.records import Decision
+from sgl_prefix_attn.records import Decision, HeadConfig
 from sgl_prefix_attn.settings import Settings
-from tests.sglang.fake_server import HKV, HQ, D, Server
+from tests.sglang.fake_server import HKV, HQ, PLAIN_SERVER, D, Server
 from tests.support.fake_sglang import LMCRadixCache
+from tests.support.sinks import sinks_of
 
 
 def test_eager_steps_equal_full_attention_planned_or_appended(server):
@@ -53,6 +59,20 @@ def test_kv_that_is_in_the_pool_is_not_written_again(server, cache):
     assert server.stock.saved == ([False] if cache else [])
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_step_without_a_plan_is_an_error_where_it_breaks_a_promise(
+    deterministic, monkeypatch, caplog
+):
+    monkeypatch.setitem(PLAIN_SERVER, "enable_deterministic_inference", deterministic)
+    server = Server(monkeypatch, Settings(headroom=8))
+    with caplog.at_level(logging.INFO):
+        for grown, cache in ((1, None), (2, LMCRadixCache()), (3, LMCRadixCache())):
+            server.eager_step(grown, cache)
+    (said,) = (r for r in caplog.records if "tree:LMCRadixCache" in r.getMessage())
+    assert said.levelno == (logging.ERROR if deterministic else logging.INFO)
+    assert said.getMessage().endswith("and are not deterministic") == deterministic
+
+
 def test_an_error_while_a_step_is_prepared_leaves_a_server_with_stock_steps(server, caplog):
     server.eager_step(1)
     batch = server.batch(2)
@@ -83,12 +103,29 @@ def test_padding_rows_of_an_eager_step_are_zero(server, monkeypatch):
     assert out[:3].isfinite().all() and (out[3:] == 0).all()
 
 
-def test_a_wrapper_is_found_without_graphs(server, caplog):
-    server.runner.attn_backend = object()  # hides the backend from the hook
-    batch = server.batch(1)
+def test_an_unknown_wrapper_is_found_and_named(server, caplog):
+    """SGLang wraps the backends of MiniMax, Dots and Inkling into classes of their own."""
+    known = type("HybridLinearAttnBackend", (), {"full_attn_backend": server.backend})
+    server.runner.attn_backend = type("InklingShortConvHybridAttnBackend", (known,), {})()
+    assert find_observer(server.runner) is None
+    for _ in range(2):
+        batch = server.batch(1)
+        server.backend.init_forward_metadata(batch)
+    reason = "wrapped_backend:InklingShortConvHybridAttnBackend"
+    assert caplog.text.count(reason) == 1
+    find_observer(server.runner).observe(
+        batch, SimpleNamespace(reqs=server.world.reqs, tree_cache=server.world.cache)
+    )
     server.backend.init_forward_metadata(batch)
-    server.backend.init_forward_metadata(batch)
-    assert caplog.text.count("wrapped_backend") == 1
+    assert (server.attend(batch)[1] == 7).all()
+    assert server.backend.counters.steps == {Decision("stock", reason): 1}
+
+
+@pytest.mark.parametrize("name", ["HybridLinearAttnBackend", "ShortConvHybridAttnBackend"])
+def test_the_backend_is_found_in_those_of_linear_attention(server, name):
+    pair = type("HybridAttnBackend", (), {"decode_backend": server.backend})()
+    server.runner.attn_backend = type(name, (), {"full_attn_backend": pair})()
+    assert find_observer(server.runner) is server.backend
 
 
 def test_prefill_and_verify_go_to_stock(server):
@@ -100,6 +137,40 @@ def test_prefill_and_verify_go_to_stock(server):
     server.backend.init_forward_metadata_in_graph(server.batch(1, ForwardMode.TARGET_VERIFY))
     assert server.stock.calls == ["metadata"] * 3 + ["out_graph", "in_graph"]
     assert not server.backend.counters.steps
+
+
+@pytest.fixture
+def with_sinks(monkeypatch):
+    return Server(monkeypatch, sinks=sinks_of(HeadConfig(HQ, HKV, D)))
+
+
+def test_steps_of_layers_with_sinks(with_sinks):
+    for grown in range(1, 12):
+        with_sinks.assert_attention(*with_sinks.eager_step(grown))
+    without = SimpleNamespace(**vars(with_sinks) | {"options": {}})
+    batch, q, out = with_sinks.eager_step(12)
+    assert not torch.allclose(out, Server.expected(without, q, batch), atol=1e-3)
+
+
+def test_stock_attention_gets_the_sinks_of_a_layer_whose_kernels_fail(with_sinks, monkeypatch):
+    got, decode = [], with_sinks.stock.forward_decode
+
+    def noting(*args, **options):
+        got.append(options.get("sinks"))
+        return decode(*args, **options)
+
+    monkeypatch.setattr(with_sinks.stock, "forward_decode", noting)
+    monkeypatch.setattr(with_sinks.backend.decode.executor, "run", lambda layer: 1 / 0)
+    assert (with_sinks.eager_step(1)[2] == 7).all()
+    assert len(got) == 1 and got[0] is with_sinks.layer.sinks
+
+
+@pytest.mark.parametrize("other", [None, torch.zeros(HQ)])
+def test_sinks_that_kernels_were_not_tried_with_end_plans(with_sinks, other):
+    assert (with_sinks.eager_step(1, sinks=other)[2] == 7).all()
+    with_sinks.eager_step(2)
+    reasons = {decision.reason for decision in with_sinks.backend.counters.steps}
+    assert reasons == {"default", "layer_option:sinks"}
 
 
 def test_a_layer_option_turns_all_later_steps_to_stock(server):
@@ -118,10 +189,10 @@ def test_kernels_that_fail_in_an_eager_step_leave_a_server_with_stock_steps(
     server.eager_step(1)
     server.world.reqs.pop()  # the next step loads a plan
     with monkeypatch.context() as patched:
-        patched.setattr(server.backend._executor, kernel, lambda *_, **__: 1 / 0)
+        patched.setattr(server.backend.decode.executor, kernel, lambda *_, **__: 1 / 0)
         batch, _, out = server.eager_step(2)
     assert (out == 7.0).all() and server.stock.calls == ["metadata", "decode"]
-    assert "prefix kernels failed: division by zero" in caplog.text
+    assert "prefix kernels failed in a decode step: division by zero" in caplog.text
     _, _, out = server.eager_step(3)
     assert (out == 7.0).all()
     assert server.backend.counters.steps[Decision("stock", "kernel_error")] == 1
@@ -136,7 +207,7 @@ def test_where_going_on_is_not_safe_they_are_raised(monkeypatch, tp_size, error)
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr(server.backend._executor, "run", fail)
+    monkeypatch.setattr(server.backend.decode.executor, "run", fail)
     with pytest.raises(type(error)) as raised:
         server.eager_step(1)
     assert raised.value is error
@@ -179,9 +250,30 @@ def test_rank_0_logs_with_the_size_of_its_own_kv(server, monkeypatch):
     monkeypatch.setattr(
         "sgl_prefix_attn.engine.counters_of.DecodeLog", lambda *args: size.append(args)
     )
-    counters_of(server.runner)
+    layers = [server.layer]
+    counters_of(server.runner, layers)
     server.parallel.tp_rank = 1
-    assert counters_of(server.runner).decode_log is None
+    assert counters_of(server.runner, layers).decode_log is None
     server.parallel.tp_rank, server.parallel.pp_rank = 0, 1  # another stage, the same steps
-    assert counters_of(server.runner).decode_log is None
+    assert counters_of(server.runner, layers).decode_log is None
     assert size == [(40, KvSize(num_layers=1, token_bytes=2 * HKV * D * 4))]
+
+
+def test_steps_leave_nothing_behind(server):
+    """Of what Python and numpy hold; an object a step, or a plan in eight of them, is more. What
+    the steps only warm (Python and numpy keep freed objects for new ones) grows ever more slowly,
+    so the parts are long and the one that grows least is judged."""
+
+    def held_after(steps):
+        for step in range(steps):
+            server.eager_step(1 + step % 20)
+        server.trace.clear()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        held = [held_after(250) for _ in range(3)]
+    finally:
+        tracemalloc.stop()
+    assert min(after - before for before, after in itertools.pairwise(held)) < 48 * 250

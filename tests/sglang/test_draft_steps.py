@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sgl_prefix_attn.engine import build_drafts
+from sgl_prefix_attn.engine.build import NoKernels
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.records import Decision
 from sgl_prefix_attn.settings import Settings
@@ -18,18 +19,18 @@ from tests.sglang.fake_drafts import LAYERS, STEPS, Drafts
 from tests.sglang.fake_graph_runner import labels
 from tests.support.fake_sglang import LMCRadixCache
 from tests.support.steps import Times
-from tests.support.torch_row_tiles import say_that_row_tiles_run
+from tests.support.torch_hopper import as_on_hopper
 
 PREFIX = Decision("prefix", "default")
 STOCK_ROUND = ["metadata"] + ["decode"] * LAYERS * (STEPS - 1)
 STOCK_REPLAY = ["out_graph", "in_graph"] + ["decode"] * LAYERS * (STEPS - 1)
 
 
-@pytest.fixture(params=["packs", "row_tiles"])
+@pytest.fixture(params=["portable", "hopper"])
 def start(request, monkeypatch):
     """Start a server that drafts; torch runs the words of either family of kernels."""
-    if request.param == "row_tiles":
-        say_that_row_tiles_run(monkeypatch.setattr)
+    if request.param == "hopper":
+        as_on_hopper(monkeypatch.setattr)
     return lambda *args, **options: Drafts(monkeypatch, *args, **options)
 
 
@@ -130,7 +131,7 @@ def test_planted_faults_are_found(start, monkeypatch, fault, in_graphs):
     drafts.assert_right(graph=in_graphs)
     monkeypatch.setattr(PlanExecutor, "append", fault(PlanExecutor.append))
     # The round before must not have left the right slots there.
-    drafts.backend.executor.workspace.kv_indices.zero_()
+    drafts.backend.lane.executor.workspace.kv_indices.zero_()
     assert drafts.error() > 1e-3
 
 
@@ -199,7 +200,7 @@ def test_a_size_without_a_prefix_graph_is_stock(start):
 
 def test_a_capture_that_fails_leaves_the_stock_graphs(start, monkeypatch, caplog):
     drafts = start()
-    monkeypatch.setattr(drafts.backend.executor, "run", lambda layer: 1 / 0)
+    monkeypatch.setattr(drafts.backend.lane.executor, "run", lambda layer: 1 / 0)
     assert labels(drafts.capture()) == [(n, None) for n in (4, 2, 1)]
     assert "draft batches of up to 4 requests run stock attention" in caplog.text
     assert stock_calls(drafts) == STOCK_REPLAY
@@ -262,7 +263,7 @@ def test_kernels_that_fail_in_a_step_leave_the_rest_to_stock(start, monkeypatch,
     """Stock attention starts from the round's own positions and slots."""
     drafts = start()
     batch = drafts.schedule_batch()
-    run, calls = drafts.backend.executor.run, []
+    run, calls = drafts.backend.lane.executor.run, []
 
     def failing(layer):
         calls.append(layer)
@@ -270,7 +271,7 @@ def test_kernels_that_fail_in_a_step_leave_the_rest_to_stock(start, monkeypatch,
             raise ValueError("cannot compile")
         run(layer)
 
-    monkeypatch.setattr(drafts.backend.executor, "run", failing)
+    monkeypatch.setattr(drafts.backend.lane.executor, "run", failing)
     answers = drafts.round()
     for i, out, expected in answers:
         if i < step:
@@ -285,7 +286,7 @@ def test_kernels_that_fail_in_a_step_leave_the_rest_to_stock(start, monkeypatch,
 
 def test_a_load_that_fails_leaves_the_round_to_stock(start, monkeypatch):
     drafts = start()
-    monkeypatch.setattr(drafts.backend.executor, "load", lambda *_: 1 / 0)
+    monkeypatch.setattr(drafts.backend.lane.executor, "load", lambda *_: 1 / 0)
     assert stock_calls(drafts) == STOCK_ROUND
     assert all((out == 7.0).all() for _, out, _ in drafts.round())
 
@@ -293,7 +294,7 @@ def test_a_load_that_fails_leaves_the_round_to_stock(start, monkeypatch):
 def test_with_tensor_parallelism_kernels_that_fail_are_raised(start, monkeypatch):
     drafts = start(tp_size=1)
     drafts.server.parallel.tp_size = 2
-    monkeypatch.setattr(drafts.backend.executor, "run", lambda layer: 1 / 0)
+    monkeypatch.setattr(drafts.backend.lane.executor, "run", lambda layer: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         drafts.round()
 
@@ -329,20 +330,29 @@ def test_drafts_that_keep_sglangs_backend_and_why(start, reason, caplog):
     assert f"the draft model runs stock kernels ({reason})" in said[-1]
 
 
+def test_kernels_that_fail_at_start_leave_drafts_to_sglang(start, monkeypatch, caplog):
+    def failing(*args):
+        raise NoKernels("failed_at_start")
+
+    monkeypatch.setattr(build_drafts, "build", failing)
+    with caplog.at_level("INFO", logger="sgl_prefix_attn"):
+        assert not start().plans
+    assert "the draft model runs stock kernels (failed_at_start)" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("settings", "asked", "reason"),
     [
         ({}, "flashinfer", None),
         ({}, "triton", "draft_backend:triton"),
         ({"policy": "prefix"}, "fa3", None),
-        ({"kernels": "triton"}, "flashinfer", "kernels:triton"),
-        ({"strategy": "naive"}, "flashinfer", "strategy:naive"),
     ],
 )
-def test_on_a_gpu_the_policy_and_the_kernels_must_fit(start, monkeypatch, settings, asked, reason):
+def test_on_a_gpu_the_policy_must_fit(start, monkeypatch, settings, asked, reason):
     drafts = start(speculative_draft_attention_backend=asked)
     monkeypatch.setattr(drafts.runner, "device", "cuda")
-    monkeypatch.setattr(build_drafts, "why_no_row_tiles", lambda *_: None)
+    for name in ("dtype", "kv_cache_dtype"):
+        monkeypatch.setattr(drafts.runner, name, torch.bfloat16)
     assert build_drafts.why_stock(drafts.runner, 1, Settings(**settings)) == reason
 
 

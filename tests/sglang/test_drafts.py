@@ -1,20 +1,17 @@
-"""Where drafts come from: n-grams, chains or trees by what SGLang's corpus answers, and draft
-models, by the backends that SGLang makes for them."""
+"""Draft models, by the backends that SGLang makes for them, and drafts without a model."""
 
+from copy import copy
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-import torch
-from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative import draft_utils
-from sglang.srt.speculative.cpp_ngram.ngram_corpus import NgramCorpus
-from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
+from sgl_prefix_attn.engine import fallback
 from sgl_prefix_attn.engine.runner_backend import find_backend
 from sgl_prefix_attn.plugin import entry_point
 from tests.sglang.fake_server import PLAIN_SERVER, Server
-from tests.sglang.test_verify import PREFIX, TOKENS, TREE, eager, expected, verify_batch
+from tests.sglang.test_verify import TOKENS
 
 
 @pytest.fixture
@@ -28,72 +25,13 @@ def start(monkeypatch):
     return started
 
 
-# --- n-grams --------------------------------------------------------------------------------------
-
-CHAIN = np.tri(TOKENS, dtype=np.int64)
-# What the corpus answers: two matches that part, and matches that are filled up with siblings.
-TREES = {
-    "branching": np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 0, 1]]),
-    "filled_up": np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]),
-    "no_match": np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]),
-}
-
-
-def ngrams(server, grown, masks):
-    """A batch whose drafts are of so many masks, drafted as SGLang's worker has its corpus do."""
-    entry_point.register()
-    HookRegistry.apply_hooks()
-    corpus = object.__new__(NgramCorpus)
-    answer = np.zeros(TOKENS * len(masks), np.int64), np.stack(masks).ravel()
-    corpus._obj = SimpleNamespace(match_stateful=lambda *asked: answer)
-    corpus._req_id_to_state_id, corpus._next_state_id = {}, 0
-    assert corpus.batch_get([f"{i}" for i in range(len(masks))], [], []) is answer
-    batch = verify_batch(server, grown)
-    batch.spec_info = NgramVerifyInput(
-        draft_token=None, custom_mask=torch.ones(1), draft_token_num=TOKENS
-    )
-    return batch
-
-
-def test_ngrams_that_are_chains_are_verified_over_a_plan(start):
-    server = start("NGRAM")
-    for grown in (1, 3):
-        batch = ngrams(server, grown, [CHAIN] * 3)
-        q, out = eager(server, batch)
-        torch.testing.assert_close(out, expected(server, q, batch), rtol=1e-5, atol=1e-5)
-    assert not server.stock.calls and server.backend.counters.extends == {PREFIX: 2}
-
-
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("request_of_three", [0, 2])
-def test_one_request_whose_ngrams_are_a_tree_makes_the_batch_stock(start, tree, request_of_three):
-    server, masks = start("NGRAM"), [CHAIN] * 3
-    masks[request_of_three] = TREES[tree]
-    eager(server, ngrams(server, 1, masks))
-    assert server.stock.calls == ["metadata", "extend"]
-    assert server.backend.counters.extends == {TREE: 1}
-
-
-def test_masks_are_of_the_batch_that_was_drafted_last_and_of_it_alone(start):
-    server = start("NGRAM")
-    eager(server, ngrams(server, 1, [CHAIN] * 2))  # of two requests, where three are verified
-    again = ngrams(server, 2, [CHAIN] * 3)
-    eager(server, again)
-    eager(server, again)  # nothing was drafted for it
-    assert server.backend.counters.extends == {TREE: 2, PREFIX: 1}
-
-
-# --- draft models ---------------------------------------------------------------------------------
-
-
-def test_a_draft_models_own_backend_is_stock(start):
+def test_a_draft_models_own_backend_is_stock(start, monkeypatch):
     """Of its extend batches; its decode steps have another (test_draft_steps.py)."""
     server = start("EAGLE")
-    draft_runner = SimpleNamespace(
-        is_draft_worker=True,
-        attn_backend=server.backend,
-        model_config=SimpleNamespace(is_encoder_decoder=False, attention_arch=None),
-    )
+    draft_runner = copy(server.runner)
+    draft_runner.is_draft_worker = True
+    draft_runner.model_config.is_encoder_decoder = False
+    monkeypatch.setitem(fallback.ATTENTION_BACKENDS, "torch_native", lambda runner: server.stock)
     assert entry_point.create(draft_runner) is server.stock
     assert find_backend(draft_runner) is None, "no hook hands its batches to us"
 
@@ -119,10 +57,13 @@ def test_drafts_without_decode_steps_are_told(start, monkeypatch, caplog, option
     assert f"the draft model runs stock kernels ({reason})" in caplog.text
 
 
-def test_ngrams_have_no_draft_model(start, caplog):
+def test_ngrams_are_verified_by_stock_kernels(start, caplog):
+    """They hardly ever are chains, and have no draft model."""
     with caplog.at_level("INFO"):
-        start("NGRAM")
-    assert "verify batches" in caplog.text and "draft model" not in caplog.text
+        server = start("NGRAM")
+    assert "verify batches" not in caplog.text and "draft model" not in caplog.text
+    assert "serve prefill batches" in caplog.text
+    assert not server.backend.can_capture(ForwardMode.TARGET_VERIFY)
 
 
 def test_sglang_drafts_with_backends_of_its_own_alone(monkeypatch):

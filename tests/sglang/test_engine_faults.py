@@ -5,7 +5,7 @@ import pytest
 from tests.sglang.engine import STOCK, Config
 from tests.sglang.test_outputs import BASE, REFERENCE
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 WRONG = ("shared_node_dropped", "tails_swapped", "not_appended", "stock:6:11,ignore:lengths")
 HARMLESS = ("planner_error", "stock:6:11", "alternate", "")

@@ -7,15 +7,14 @@ import sys
 
 import pytest
 
-from eval.bench_engine import engine_plugin, host_times
+from eval.bench_engine import host_times
 from eval.engine_process import environment, make_site, plugin_names
-from eval.provenance import ROOT
 from sgl_prefix_attn.engine.backend import PrefixAttnBackend
-from sgl_prefix_attn.engine.graph_variants import GraphVariants
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.step.preparer import StepPreparer
-from tests.sglang.fake_graph_runner import MIB, GraphRunner, assert_prefix
+from tests.sglang.fake_graph_runner import GraphRunner, assert_prefix
 from tests.sglang.fake_server import Server
+from tests.support.evaluation_process import run_evaluation
 
 _LOAD = """
 import json, sys
@@ -33,6 +32,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("on_cpu", "product", "evaluation", "plugins"),
     [
@@ -45,7 +45,7 @@ def test_sglang_loads_what_is_named_and_nothing_else(
     tmp_path, on_cpu, product, evaluation, plugins
 ):
     names = plugin_names(product=product, evaluation=evaluation)
-    site = make_site(tmp_path / "site", engine_plugin.__name__ if evaluation else None)
+    site = make_site(tmp_path / "site", host_times.__name__ if evaluation else None)
     ran = subprocess.run(
         [sys.executable, "-c", _LOAD],
         cwd=tmp_path,
@@ -62,28 +62,25 @@ def test_host_times_of_a_backend(tmp_path, monkeypatch):
     target = tmp_path / "host.json"
     monkeypatch.setenv(host_times.ENV, str(target))
     for owner, name in (
-        (StepPreparer, "__init__"), (StepPreparer, "prepare"), (GraphVariants, "log_cost"),
-        (PrefixAttnBackend, "observe"),
+        (StepPreparer, "__init__"), (StepPreparer, "prepare"), (PrefixAttnBackend, "observe"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, getattr(owner, name))  # undone at the end
     host_times.register()
     server = Server(monkeypatch, Settings(headroom=40))
     Server(monkeypatch)  # a second backend of the process is not counted twice
     runner = GraphRunner(server)
-    runner.backend.cost["prefix"] = MIB
     runner.capture()
     for grown in range(1, 49):
         assert_prefix(runner, grown)
     found = host_times.read(target)
     assert found["steps"] == {"prefix:default": 48}
     assert found["steady_steps"] == 48 - sum(found["plans"].values()) and found["steady_us"] > 0
-    graphs = found["graphs"]
-    assert (graphs["graphs"], graphs["bytes"]) == (3, 3 * MIB) and graphs["seconds"] > 0
     later = host_times.read(target, found)
     assert (later["steps"], later["steady_us"]) == ({}, None)
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_a_trace_is_replayed_on_an_engine(tmp_path):
     rows = [
         (0, 700, 6, [0, 1]), (0, 40, 1, [2]), (900, 1000, 5, [0, 1]),
@@ -92,11 +89,10 @@ def test_a_trace_is_replayed_on_an_engine(tmp_path):
     names = ("timestamp", "input_length", "output_length", "hash_ids")
     source, out = tmp_path / "trace.jsonl", tmp_path / "out.json"
     source.write_text("".join(json.dumps(dict(zip(names, r, strict=True))) + "\n" for r in rows))
-    command = [sys.executable, "-m", "eval.bench_trace", "--trace", str(source)]
-    command += ["--backends", "prefix", "--rates", "1", "--seconds", "3", "--alternations", "2"]
-    command += ["--model-shape", "tiny", "--device", "cpu", "--pool-tokens", "8192"]
-    ran = subprocess.run([*command, "--json", str(out)], cwd=ROOT, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    options = ["--trace", str(source), "--json", str(out), "--pool-tokens", "8192"]
+    options += ["--backends", "prefix", "--rates", "1", "--seconds", "3", "--alternations", "2"]
+    ran = run_evaluation("bench_trace", *options, "--model-shape", "tiny", "--device", "cpu")
+    assert ran.returncode == 0, ran.stdout
     first, second = json.loads(out.read_text())["rows"]
     for row in (first, second):
         assert (row["sent"], row["completed"], row["skipped"]) == (3, 3, 1)

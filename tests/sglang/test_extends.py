@@ -3,35 +3,33 @@
 The policy and the preparation of a batch: tests/cpu/test_extend.py.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_prefix_attn.engine import extends as extends_module
 from sgl_prefix_attn.engine.model_facts import attention_layers
-from sgl_prefix_attn.execute.reference import full_attention
+from sgl_prefix_attn.execute.full_attention import full_attention
 from sgl_prefix_attn.records import Decision
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.step.policy import PLAN_US
 from tests.sglang.engine import STOCK, Config
-from tests.sglang.fake_server import HKV, HQ, PLAIN_SERVER, D, Server, Stock
+from tests.sglang.fake_server import HKV, HQ, D, Server, Stock
 from tests.sglang.test_outputs import CHECKED, EVERYTHING, REFERENCE
 
 FAULTS = ("swap_chains", "drop_a_token")
-PLANNED = {**CHECKED, "SGL_PREFIX_ATTN_CHECK_EVERY": "1", "SGL_PREFIX_ATTN_PREFILL": "1"}
+PLANNED = {**CHECKED, "PREFIX_ATTN_CHECK_EVERY": "1", "PREFIX_ATTN_PREFILL": "1"}
 ENGINE = Config(
     "extends",
     EVERYTHING + tuple(("siblings", fault) for fault in (*FAULTS, "planner_error")),
     {"prefill_attention_backend": "prefix", "chunked_prefill_size": 64, "enable_mixed_chunk": True},
-    PLANNED,
+    {"PREFIX_ATTN_STRATEGY": "naive", **PLANNED},  # others read short nodes several times
 )
-ROW_TILES = Config(
-    "extends_of_row_tiles",
+HOPPER = Config(
+    "extends_on_hopper",
     (("siblings", ""), ("two_turns", "")),
     {"prefill_attention_backend": "prefix", "page_size": 16},
-    {"PROBE_ROW_TILES": "1", **PLANNED},
+    {"PROBE_HOPPER": "1", **PLANNED},
 )
 
 
@@ -40,7 +38,8 @@ def extends_of(run, key) -> list[dict]:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("config", [ENGINE, ROW_TILES], ids=lambda config: config.name)
+@pytest.mark.long
+@pytest.mark.parametrize("config", [ENGINE, HOPPER], ids=lambda config: config.name)
 def test_outputs_equal_stock_and_passed_the_checks(engines, config):
     stock, prefix = engines.run(REFERENCE, STOCK), engines.run(config)
     sound = [key for key in config.scenarios if not key[1]]
@@ -53,13 +52,13 @@ def test_outputs_equal_stock_and_passed_the_checks(engines, config):
     assert found[-1]["mismatches"] == 0
     assert any(step["cross_check"] for step in found)
     planned = [step for step in extends_of(prefix, ("siblings", "")) if step["read"]]
-    # the planner may give each request a tile of its own where that is predicted to be as fast
     assert any(step["read"] < step["query_centric"] for step in planned)
     # how many of the four arrive together is the machine's affair
     assert any(len(step["extend"]) >= 2 and max(step["extend"]) >= 6 for step in planned)
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_mixed_chunks_run_plans(engines):
     """A batch of requests that decode, one token each, and of a long prompt's chunk."""
     found = extends_of(engines.run(ENGINE), ("late_prompt", ""))
@@ -70,6 +69,7 @@ def test_mixed_chunks_run_plans(engines):
 
 
 @pytest.mark.engine
+@pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS)
 def test_wrong_plans_are_found(engines, fault):
     """By the outputs, and by the check of layers against stock attention."""
@@ -80,6 +80,7 @@ def test_wrong_plans_are_found(engines, fault):
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_a_planner_error_costs_the_gain_and_not_the_output(engines):
     run = engines.run(ENGINE)
     reasons = {(s["variant"], s["reason"]) for s in extends_of(run, ("siblings", "planner_error"))}
@@ -228,13 +229,15 @@ def test_a_graph_that_holds_attention_is_stocks(monkeypatch):
 def test_kernels_that_fail_leave_a_server_with_stock_prefill(monkeypatch, caplog, kernel):
     server = PrefillServer(monkeypatch)
     batch = server.extend_batch()
+    assert server.backend.extends.can_verify
     with monkeypatch.context() as patched:
-        executor = server.backend._extends._executor
+        executor = server.backend.extends.lane.executor
         patched.setattr(executor, kernel, lambda *_, **__: 1 / 0)
         q, out = server.extend(batch)
     assert out is q and server.stock.calls == ["metadata", "extend"]
     assert server.stock.saved == [kernel == "load"], "KV is written once"
-    assert "prefix kernels failed in an extend batch: division by zero" in caplog.text
+    assert not server.backend.extends.can_verify, "no graph of verification is captured any more"
+    assert "prefix kernels failed in an extend or verify batch: division by zero" in caplog.text
     server.extend(batch)
     assert server.backend.counters.extends[Decision("stock", "kernel_error")] == 1
     server.assert_attention(*server.eager_step(1))
@@ -242,7 +245,7 @@ def test_kernels_that_fail_leave_a_server_with_stock_prefill(monkeypatch, caplog
 
 def test_with_tensor_parallelism_they_are_raised(monkeypatch):
     server = PrefillServer(monkeypatch, tp_size=2)
-    monkeypatch.setattr(server.backend._extends._executor, "run", lambda *_: 1 / 0)
+    monkeypatch.setattr(server.backend.extends.lane.executor, "run", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         server.extend(server.extend_batch())
 
@@ -262,20 +265,3 @@ def test_cross_check_counts_a_layer_that_differs(monkeypatch):
         server.extend(server.extend_batch())
     assert server.stock.calls == ["metadata", "extend"], "every second batch"
     assert server.backend.counters.mismatches == 1, "the fake stock backend is wrong"
-
-
-def test_without_row_tiles_prefill_is_stock(monkeypatch, caplog):
-    """On a GPU that runs packs."""
-    decode = SimpleNamespace(planner=object(), executor=None)
-    runner = SimpleNamespace(device="cuda", server_args=SimpleNamespace(**PLAIN_SERVER))
-    config = extends_module.sglang_config
-    monkeypatch.setattr(config, "attention_backends", lambda args: ("prefix", "prefix"))
-    monkeypatch.setattr(config, "options", lambda args: args)
-    with caplog.at_level("INFO"):
-        found = extends_module.build_extends(
-            runner, None, Settings(prefill=True), None, None, decode
-        )
-    assert (
-        found is None
-        and "prefill and verify batches run stock attention (no row tiles)" in caplog.text
-    )

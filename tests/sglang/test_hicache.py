@@ -6,7 +6,7 @@ from sgl_prefix_attn.engine.start_checks import TREE_CORE
 from tests.sglang.engine import STOCK, Config, plain
 from tests.sglang.test_outputs import CHECKED, EVERYTHING, REFERENCE
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 HICACHE = {
     "enable_hierarchical_cache": True,

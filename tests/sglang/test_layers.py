@@ -1,24 +1,21 @@
 """Attention outputs of three layers of real CPU engines, judged; and judged wrong under faults."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.engine
+from tests.support.evaluation_process import run_evaluation
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
+
 SMALL = ("--device", "cpu", "--model-shape", "tiny", "--layers", "3", "--page-size", "1")
 REQUESTS = ("--scenarios", "padding", "--scale", "8")
 
 
 def layers(*args):
     """(exit status, what it printed)"""
-    command = [sys.executable, "-m", "eval.compare_outputs", "layers", *SMALL, *REQUESTS, *args]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    return ran.returncode, ran.stdout + ran.stderr
+    ran = run_evaluation("compare_outputs", "layers", *SMALL, *REQUESTS, *args)
+    return ran.returncode, ran.stdout
 
 
 def test_outputs_of_both_backends_are_attention(tmp_path):

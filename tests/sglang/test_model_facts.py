@@ -12,10 +12,15 @@ from sglang.srt.server_args import ServerArgs
 
 from sgl_prefix_attn.engine import sglang_config
 from sgl_prefix_attn.engine.model_facts import (
+    least_saving_us,
+    planned_layers,
+    sinks_dtype,
+    unsupported_extend,
     unsupported_model,
     unsupported_server,
     verifies_chains,
 )
+from sgl_prefix_attn.step.policy import PLAN_US
 from tests.sglang.fake_server import HKV, HQ, PLAIN_SERVER, D, Server
 
 
@@ -31,6 +36,7 @@ from tests.sglang.fake_server import HKV, HQ, PLAIN_SERVER, D, Server
         ({"enable_two_batch_overlap": True}, "parallel:two_batch_overlap"),
         ({"enable_pdmux": True}, "parallel:pdmux"),
         ({"enable_torch_compile": True}, "torch_compile"),
+        ({"enable_unified_memory": True}, "kv_pool:unified_memory"),
     ],
 )
 def test_options_that_rule_prefix_kernels_out(option, reason, monkeypatch):
@@ -76,6 +82,8 @@ def test_scales_of_fp8_weights_count_only_where_they_scale(monkeypatch):
     assert unsupported_model(runner) is None
     layer.v_scale_float = 0.5
     assert unsupported_model(runner) == "kv_scales"
+    runner.kv_cache_dtype = torch.float8_e4m3fn
+    assert unsupported_model(runner) is None
 
 
 LAYER_REASONS = {
@@ -85,11 +93,11 @@ LAYER_REASONS = {
     "layers:logit_transform": {"xai_temperature_len": 1},
 }
 RUNNER_REASONS = {
-    "kv_dtype:float8_e4m3fn": {"kv_cache_dtype": torch.float8_e4m3fn},
+    "kv_dtype:float8_e5m2": {"kv_cache_dtype": torch.float8_e5m2},
     "kv_pool:MHATokenToKVPool/hnd": {
         "token_to_kv_pool": type("MHATokenToKVPool", (), {"kv_cache_layout": "hnd"})()
     },
-    "kv_pool:SWAKVPool": {"token_to_kv_pool": type("SWAKVPool", (), {})()},
+    "kv_pool:UnifiedSWAKVPool": {"token_to_kv_pool": type("UnifiedSWAKVPool", (), {})()},
 }
 
 
@@ -99,18 +107,68 @@ def test_every_unsupported_property_has_its_reason(monkeypatch, reason):
     layers = [RadixAttention(HQ, D, 1.0, HKV, i) for i in range(2)]
     runner.model = SimpleNamespace(modules=lambda: layers)
     for name, value in LAYER_REASONS.get(reason, {}).items():
-        setattr(layers[0], name, value)
-        if name == "v_head_dim":  # of all layers, else their heads differ
-            layers[1].v_head_dim = value
+        for layer in layers:
+            setattr(layer, name, value)
     for name, value in RUNNER_REASONS.get(reason, {}).items():
         setattr(runner, name, value)
     assert unsupported_model(runner) == reason
 
 
 def test_models_without_layers_and_with_unlike_ones(monkeypatch):
+    """One kind of layers that no plan serves leaves the others theirs, where that was tried."""
     runner = Server(monkeypatch).runner
     layers = []
     runner.model = SimpleNamespace(modules=lambda: layers)
     assert unsupported_model(runner) == "layers:none"
     layers += [RadixAttention(HQ, D, 1.0, HKV, 0), RadixAttention(2 * HQ, D, 1.0, HKV, 1)]
-    assert unsupported_model(runner) == "layers:different_heads"
+    for reason in ("layers:different_heads", "layers:sliding_window"):
+        assert unsupported_model(runner) is None
+        assert unsupported_extend(runner) == reason
+        runner.device = "cuda:0"
+        assert unsupported_model(runner) == reason
+        runner.device, runner.server_args.speculative_algorithm = "cpu", "EAGLE"
+        assert unsupported_model(runner) == reason
+        runner.server_args.speculative_algorithm = None
+        layers[1].sliding_window_size = 128
+
+
+def composed(name="HybridLinearKVPool", full="MHATokenToKVPool"):
+    """SGLang's pool of a model with several kinds of layers."""
+    return type(name, (), {"full_kv_pool": type(full, (), {})()})()
+
+
+UNTRIED = (("cuda:0", None), ("cpu", "EAGLE"))
+
+
+@pytest.mark.parametrize("name", ["HybridLinearKVPool", "SWAKVPool"])
+def test_the_pool_of_full_attention_within_another_counts(monkeypatch, name):
+    runner = Server(monkeypatch).runner
+    runner.token_to_kv_pool = composed(name)
+    assert unsupported_model(runner) is None and unsupported_extend(runner) is None
+    for runner.device, runner.server_args.speculative_algorithm in UNTRIED:
+        assert unsupported_model(runner) == f"kv_pool:{name}"
+    runner.server_args.speculative_algorithm = None
+    for pool, reason in (
+        (composed(name, "MHATokenToKVPoolMXFP8"), "kv_pool:MHATokenToKVPoolMXFP8"),
+        (composed("QSATokenToKVPool"), "kv_pool:QSATokenToKVPool"),
+        (type("MiniMaxSparseKVPool", (), {})(), "kv_pool:MiniMaxSparseKVPool"),
+    ):
+        runner.token_to_kv_pool = pool
+        assert unsupported_model(runner) == reason
+
+
+def test_sinks_were_not_tried_on_a_gpu(monkeypatch):
+    runner = Server(monkeypatch, sinks=torch.zeros(HQ)).runner
+    assert sinks_dtype(runner) == torch.bfloat16 and unsupported_model(runner) is None
+    for runner.device, runner.server_args.speculative_algorithm in UNTRIED:
+        assert unsupported_model(runner) == "layers:sinks"
+
+
+def test_bytes_and_savings_are_those_of_planned_layers(monkeypatch):
+    runner = Server(monkeypatch).runner
+    layers = [RadixAttention(HQ, D, 1.0, HKV, i) for i in range(6)]
+    runner.model = SimpleNamespace(modules=lambda: layers)
+    for layer in layers[:4]:
+        layer.sliding_window_size = 128
+    assert planned_layers(runner) == layers[4:]
+    assert least_saving_us(runner, passes=2) == PLAN_US / 4

@@ -24,6 +24,7 @@ def replanned_for_the_same_requests(steps, cause):
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_duplicates_are_mapped_to_other_slots_between_two_decode_steps(engines):
     steps = steps_of(engines, BASE, "duplicates")
     step, before = replanned_for_the_same_requests(steps, "mapping")
@@ -32,6 +33,7 @@ def test_duplicates_are_mapped_to_other_slots_between_two_decode_steps(engines):
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_mixed_chunks_move_every_length(engines):
     steps = steps_of(engines, NO_OVERLAP, "late_single_token")
     step, before = replanned_for_the_same_requests(steps, "lengths")
@@ -41,6 +43,7 @@ def test_mixed_chunks_move_every_length(engines):
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_joins_leaves_retractions_and_a_full_headroom_replan(engines):
     assert causes(steps_of(engines, BASE, "staggered")).count("composition") >= 4
     assert "composition" in causes(steps_of(engines, NO_RADIX, "late_prompt"))
@@ -48,6 +51,7 @@ def test_joins_leaves_retractions_and_a_full_headroom_replan(engines):
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_steady_steps_neither_plan_nor_read_a_request(engines):
     """SGLang keeps its list of requests as long as none comes or goes."""
     steps = steps_of(engines, BASE, "siblings")

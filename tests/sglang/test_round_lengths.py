@@ -39,7 +39,7 @@ class Sharing:
 
     source = "measured"
 
-    def stock(self, seq_lens, unique):
+    def stock(self, seq_lens, unique, query_lens=None):
         return 1e6 if unique < seq_lens.sum() else 1.0
 
     def prefix(self, plan):

@@ -10,9 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from sglang.srt.configs.model_config import AttentionArch
 
-from sgl_prefix_attn.engine import sglang_config, start_checks
+from sgl_prefix_attn.engine import determinism, sglang_config, start_checks
 from sgl_prefix_attn.engine.backend import STOCK_FACTS, PrefixAttnBackend
 from sgl_prefix_attn.patches import server_arguments
 from sgl_prefix_attn.plugin import entry_point, hooks, versions
@@ -22,39 +21,33 @@ SGLANG = versions.installed()
 
 
 def runner(**model):
-    config = {"is_encoder_decoder": False, "attention_arch": AttentionArch.MHA, **model}
+    config = {"is_encoder_decoder": False, **model}
     hf_config = SimpleNamespace(architectures=["SomeModel"])
     return SimpleNamespace(model_config=SimpleNamespace(hf_config=hf_config, **config))
 
 
 @pytest.mark.engine
 def test_a_bad_environment_value_stops_the_server(engines):
-    env = {"SGL_PREFIX_ATTN_STRATEGY": "fastest"}
+    env = {"PREFIX_ATTN_STRATEGY": "fastest"}
     log = engines.failing(Config("bad_strategy", plain("siblings"), env=env))
-    assert "SGL_PREFIX_ATTN_STRATEGY='fastest': allowed is query | naive | compute | pat" in log
+    assert "PREFIX_ATTN_STRATEGY='fastest': allowed is query | naive | compute | pat" in log
     assert "Load weight" not in log
 
 
-@pytest.mark.parametrize(
-    ("model", "kind"),
-    [
-        ({"attention_arch": AttentionArch.MLA}, "MLA"),
-        ({"is_encoder_decoder": True}, "encoder-decoder"),
-    ],
-)
-def test_unsupported_models_are_refused_by_name(model, kind):
-    with pytest.raises(ValueError, match=f"SomeModel.*{kind}.*supported are decoder-only models"):
-        entry_point.create(runner(**model))
+def test_unsupported_models_are_refused_by_name():
+    refused = "SomeModel is an encoder-decoder model; supported are decoder-only models"
+    with pytest.raises(ValueError, match=refused):
+        entry_point.create(runner(is_encoder_decoder=True))
 
 
 @pytest.mark.parametrize("backends", [("prefix", "prefix"), ("fa3", "prefix"), ("fa3", "fa3")])
 def test_they_are_refused_with_the_arguments_when_the_backend_is_asked_for(backends, monkeypatch):
-    model = runner(attention_arch=AttentionArch.MLA).model_config
+    model = runner(is_encoder_decoder=True).model_config
     monkeypatch.setattr(sglang_config, "attention_backends", lambda server_args: backends)
     monkeypatch.setattr(sglang_config, "model_config", lambda server_args: model)
     checked, server_args = [], object()
     asked = "prefix" in backends
-    with pytest.raises(ValueError, match="MLA") if asked else contextlib.nullcontext():
+    with pytest.raises(ValueError, match="encoder") if asked else contextlib.nullcontext():
         server_arguments.hook(checked.append, server_args)
     assert checked == [server_args]
 
@@ -62,8 +55,87 @@ def test_they_are_refused_with_the_arguments_when_the_backend_is_asked_for(backe
 @pytest.fixture
 def served_model(monkeypatch):
     model = runner().model_config
+    options = SimpleNamespace(
+        enable_deterministic_inference=False,
+        rl_on_policy_target=None,
+        speculative_algorithm=None,
+        speculative_attention_mode="prefill",
+        attention_backend="fa3",
+        device="cuda",
+    )
+    monkeypatch.setattr(sglang_config, "options", lambda _: options)
     monkeypatch.setattr(sglang_config, "attention_backends", lambda _: ("fa3", "prefix"))
     monkeypatch.setattr(sglang_config, "model_config", lambda _: model)
+    return options
+
+
+@pytest.mark.parametrize("backends", [("fa3", "prefix"), ("prefix", "fa3"), ("fa3", "fa3")])
+@pytest.mark.parametrize("asked", ["enable_deterministic_inference", "rl_on_policy_target"])
+def test_deterministic_inference_is_refused(served_model, monkeypatch, backends, asked):
+    """SGLang turns the first on where the second is given."""
+    monkeypatch.setattr(sglang_config, "attention_backends", lambda _: backends)
+    start_checks.check(None)
+    served_model.enable_deterministic_inference = True
+    if asked == "rl_on_policy_target":
+        served_model.rl_on_policy_target = "fsdp"
+    with (
+        pytest.raises(ValueError, match=f"--{asked.replace('_', '-')}.*to run fa3")
+        if "prefix" in backends
+        else contextlib.nullcontext()
+    ):
+        start_checks.check(None)
+
+
+def test_deterministic_inference_over_plans_waits_for_a_gate_alone(served_model, monkeypatch):
+    """Whatever else stands against it is named all the same."""
+    served_model.enable_deterministic_inference = True
+    with pytest.raises(ValueError, match="no server on a GPU has run its kernels"):
+        start_checks.check(None)
+    monkeypatch.setattr(determinism, "INVARIANT_ON_GPUS", True)
+    start_checks.check(None)
+    served_model.speculative_algorithm = "EAGLE"
+    with pytest.raises(ValueError, match="drafts are verified by other kernels"):
+        start_checks.check(None)
+
+
+def test_no_batch_of_a_deterministic_server_is_too_large_for_plans(served_model, monkeypatch):
+    """A limit is not passed over."""
+    served_model.device, served_model.enable_deterministic_inference = "cpu", True
+    start_checks.check(None)
+    monkeypatch.setenv("PREFIX_ATTN_MAX_VARIANT_BS", "8")
+    with pytest.raises(ValueError, match="PREFIX_ATTN_MAX_VARIANT_BS=8 leaves larger batches"):
+        start_checks.check(None)
+    served_model.enable_deterministic_inference = False
+    start_checks.check(None)
+
+
+@pytest.mark.parametrize("asked", [None, "torch_native", "triton"])
+@pytest.mark.parametrize("on", [True, False])
+def test_deterministic_inference_on_a_cpu_has_a_backend(on, asked, monkeypatch):
+    """Whether it is named or not."""
+    added = []
+    for name in ("", "radix_supported_"):
+        add = f"add_{name}deterministic_attention_backend_choices"
+        monkeypatch.setattr(f"sglang.srt.server_args.{add}", added.extend)
+    args = SimpleNamespace(
+        enable_deterministic_inference=on, rl_on_policy_target=None, attention_backend=asked
+    )
+    determinism.choose_on_a_cpu(args)
+    taken = on and asked != "triton"
+    assert args.attention_backend == ("torch_native" if taken else asked)
+    assert added == ["torch_native"] * 2 * taken
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_a_model_without_plans_is_not_served_as_deterministic(served_model, monkeypatch, on):
+    served_model.enable_deterministic_inference = on
+    monkeypatch.setattr(sglang_config, "default_backend", lambda _: "fa3")
+    with (
+        pytest.raises(ValueError, match=r"no plan .*\(layers:head_dim\).* to run fa3")
+        if on
+        else contextlib.nullcontext()
+    ):
+        determinism.raise_if_stock_alone(None, "layers:head_dim")
 
 
 def test_planning_inside_a_captured_graph_is_refused(served_model, monkeypatch):
@@ -89,9 +161,9 @@ def test_planning_inside_a_captured_graph_is_refused(served_model, monkeypatch):
 def test_a_plan_stream_is_refused_where_drafts_are_verified_here(
     backends, mode, algorithm, refused, served_model, monkeypatch
 ):
-    options = SimpleNamespace(speculative_attention_mode=mode, speculative_algorithm=algorithm)
+    served_model.speculative_attention_mode = mode
+    served_model.speculative_algorithm = algorithm
     monkeypatch.setattr(sglang_config, "attention_backends", lambda _: backends)
-    monkeypatch.setattr(sglang_config, "options", lambda _: options)
     start_checks.check(None)
     monkeypatch.setenv(start_checks.PLAN_STREAM, "1")
     message = pytest.raises(ValueError, match=start_checks.PLAN_STREAM)
@@ -125,6 +197,7 @@ print(sorted(name for name in ours if ".plan" in name or ".execute" in name or "
 """
 
 
+@pytest.mark.long
 def test_servers_of_other_backends_load_nothing_of_ours():
     """SGLang loads every installed plugin, and the hooks run in every server."""
     done = subprocess.run([sys.executable, "-c", OTHER_BACKENDS], capture_output=True, text=True)
@@ -156,24 +229,36 @@ def test_a_readable_tree_is_asked_for_unless_another_was_chosen(served_model, mo
     assert variable.get() == ("rust" if chosen or shows_paths else "python")
 
 
-PREFILL = {
-    ("prefix", None, None): (None, None, "prefix"),
-    ("prefix", None, "prefix"): (None, None, "prefix"),
+NAMES = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+# What was asked for, what SGLang then resolves, and which backends run in the end.
+ASKED = {
+    ("prefix", None, None): ((None, None, "prefix"), (None, "prefix")),
+    ("prefix", None, "prefix"): ((None, None, "prefix"), (None, "prefix")),
+    (None, None, "prefix"): ((None, None, "prefix"), (None, "prefix")),
+    ("fa3", None, None): (("fa3", None, None), ("fa3", "fa3")),
     # Asked for: it stays.
-    ("prefix", "triton", None): ("prefix", "triton", None),
-    ("prefix", None, "fa3"): ("prefix", None, "fa3"),
-    (None, "prefix", "prefix"): (None, "prefix", "prefix"),
-    ("fa3", None, None): ("fa3", None, None),
+    ("prefix", "triton", None): ((None, "triton", "prefix"), ("triton", "prefix")),
+    ("prefix", None, "fa3"): ((None, None, "fa3"), ("prefix", "fa3")),
+    ("prefix", "prefix", None): ((None, None, "prefix"), ("prefix", "prefix")),
+    (None, "prefix", "prefix"): ((None, None, "prefix"), ("prefix", "prefix")),
+    ("triton", "prefix", None): (("triton", None, None), ("prefix", "triton")),
 }
 
 
-@pytest.mark.parametrize("given", PREFILL)
-def test_prefix_alone_speaks_of_decode(given):
-    names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-    args = SimpleNamespace(**dict(zip(names, given, strict=True)))
+@pytest.mark.parametrize("given", ASKED)
+def test_prefix_alone_speaks_of_decode(given, monkeypatch):
+    monkeypatch.setattr(sglang_config, "settle", lambda args, **values: vars(args).update(values))
+    args = SimpleNamespace(**dict(zip(NAMES, given, strict=True)), speculative_algorithm=None)
+    resolved = []
     for _ in range(2):  # SGLang may resolve a record that is resolved
-        start_checks.keep_default_prefill(args)
-        assert tuple(getattr(args, name) for name in names) == PREFILL[given]
+        hooks.load("keep_prefill").hook(
+            lambda args: resolved.append(tuple(getattr(args, name) for name in NAMES)), args
+        )
+    every, prefill, decode = (getattr(args, name) for name in NAMES)
+    assert (resolved, (prefill or every, decode or every)) == (
+        [ASKED[given][0]] * 2,
+        ASKED[given][1],
+    )
 
 
 @pytest.mark.parametrize(
@@ -186,15 +271,17 @@ def test_prefix_alone_speaks_of_decode(given):
         (("prefix", None, None), None, None, None),
     ],
 )
-def test_drafts_keep_a_backend_that_sglang_drafts_with(backends, algorithm, drafts, drafts_then):
-    names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+def test_drafts_keep_a_backend_that_sglang_drafts_with(
+    backends, algorithm, drafts, drafts_then, monkeypatch
+):
     args = SimpleNamespace(
-        **dict(zip(names, backends, strict=True)),
+        **dict(zip(NAMES, backends, strict=True)),
         speculative_algorithm=algorithm,
         speculative_draft_attention_backend=drafts,
         speculative_attention_mode="prefill",
     )
-    hooks.load("keep_prefill").hook(args)
+    monkeypatch.setattr(sglang_config, "settle", lambda args, **values: None)
+    hooks.load("keep_prefill").hook(lambda args: None, args)
     assert args.speculative_draft_attention_backend == drafts_then
 
 
@@ -224,7 +311,8 @@ def test_on_hopper_chains_are_drafted_by_what_sglang_chooses_there(options, draf
         "speculative_eagle_topk": None, "page_size": None,
     }  # fmt: skip
     args = SimpleNamespace(**given | options)
-    hooks.load("keep_prefill").hook(args)
+    monkeypatch.setattr(sglang_config, "settle", lambda args, **values: None)
+    hooks.load("keep_prefill").hook(lambda args: None, args)
     assert args.speculative_draft_attention_backend == drafts
 
 

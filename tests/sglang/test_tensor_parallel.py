@@ -8,7 +8,7 @@ from sgl_prefix_attn.step.policy import STOCK_STEPS
 from tests.sglang.engine import STOCK, Config
 from tests.sglang.test_outputs import REFERENCE
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 SCENARIO = "staggered"  # shares, splits, joins and leaves
 # The fourth and the fifth plan of the scenario fail, on rank 1 alone.
@@ -23,7 +23,7 @@ RANKS = Config(
     {
         # Without a NUMA node for each rank SGLang must be told their cores.
         "SGLANG_CPU_OMP_THREADS_BIND": f"{CPUS[0]}|{CPUS[-1]}",
-        "SGL_PREFIX_ATTN_HEADROOM": "5",
+        "PREFIX_ATTN_HEADROOM": "5",
     },
 )
 

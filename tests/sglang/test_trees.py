@@ -4,27 +4,27 @@ import numpy as np
 import pytest
 from sglang.srt.mem_cache.unified_cache import unified_tree_core_interface as interface
 
-from eval import bench_trees
 from sgl_prefix_attn.engine.start_checks import TREE_CORE
 from sgl_prefix_attn.paths.readers import reader_of, unsupported_tree
 from sgl_prefix_attn.paths.tree_reader import RunningBatch
+from tests.support import unified_tree
 
 SHOWS_PATHS = hasattr(interface.UnifiedTreeCoreInterface, "collect_path_info")  # from 0.5.22 on
 
 
-@pytest.fixture(params=[(core, eagle) for core in bench_trees.CORES for eagle in (False, True)])
+@pytest.fixture(params=[(core, eagle) for core in unified_tree.CORES for eagle in (False, True)])
 def filled(request, monkeypatch):
     """A tree and requests that end at its leaves; with an EAGLE draft its keys are bigrams."""
     core, is_eagle = request.param
     monkeypatch.setenv(TREE_CORE, core)
     try:
-        cache = bench_trees.make_cache(core, is_eagle=is_eagle)
+        cache = unified_tree.make_cache(core, is_eagle=is_eagle)
     except ValueError:
         pytest.skip(f"this SGLang has no core in {core}")
     if core == "rust" and not SHOWS_PATHS:
         assert unsupported_tree(cache) == "tree:RustUnifiedTreeCore"
         pytest.skip("this SGLang's core in Rust shows no paths")
-    return cache, bench_trees.fill(cache, 32)
+    return cache, unified_tree.fill(cache, 32)
 
 
 def test_paths_are_those_of_the_prompts(filled):
@@ -35,7 +35,7 @@ def test_paths_are_those_of_the_prompts(filled):
     # that nobody else has begins at the last token of what is shared.
     assert np.unique(paths.length, return_counts=True)[1].tolist() == [16, 32, 8, 1]
     assert paths.length.max() == 512 - bigrams
-    for i, ids in enumerate(bench_trees.prompts(32)):
+    for i, ids in enumerate(unified_tree.prompts(32)):
         length, node = 0, int(paths.leaf[i])
         while node >= 0:
             length, node = length + int(paths.length[node]), int(paths.parent[node])

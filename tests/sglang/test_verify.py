@@ -13,7 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 
 from sgl_prefix_attn.engine.backend import PrefixAttnBackend
-from sgl_prefix_attn.execute.reference import full_attention
+from sgl_prefix_attn.execute.full_attention import full_attention
 from sgl_prefix_attn.records import Decision
 from sgl_prefix_attn.settings import Settings
 from tests.sglang.fake_graph_runner import GraphRunner, labels
@@ -105,9 +105,9 @@ def test_planted_faults_are_found(server, fault):
     batch = verify_batch(server, 2)
     server.observe(batch)
     server.backend.init_forward_metadata(batch)
-    workspace = server.backend._extends._executor.workspace
+    workspace = server.backend.extends.lane.executor.workspace
     fault(workspace.words)
-    executor = server.backend._extends._executor
+    executor = server.backend.extends.lane.executor
     executor.backend.fill(
         workspace, executor.plan, server.world.req_to_token, batch.req_pool_indices
     )
@@ -130,7 +130,7 @@ def test_drafts_that_are_no_chains_are_stock(server, change):
 def test_where_prefill_verifies_and_is_another_nothing_is_built(monkeypatch):
     monkeypatch.setitem(PLAIN_SERVER, "speculative_algorithm", "EAGLE")
     server = Server(monkeypatch)
-    assert server.backend._extends is None and not server.backend.can_capture(VERIFY)
+    assert server.backend.extends is None and not server.backend.can_capture(VERIFY)
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_prompts_are_not_planned_where_only_verification_is(decode_verifies):
     batch = server.batch(0, ForwardMode.EXTEND)
     batch.extend_seq_lens_cpu = [4] * len(batch.seq_lens)
     server.observe(batch)
-    assert server.backend._extends.observed is None and not server.backend.counters.extends
+    assert server.backend.extends.lane.observed is None and not server.backend.counters.extends
 
 
 # --- in graphs ------------------------------------------------------------------------------------
@@ -262,6 +262,26 @@ def test_padding_rows_of_a_replay_are_zero(server, monkeypatch):
     assert out[:rows].isfinite().all() and (out[rows:] == 0).all()
 
 
+def test_graphs_captured_between_batches_clear_all_rows(server, monkeypatch):
+    """What a capture does not clear of its output, no replay does."""
+    first = VerifyRunner(server)
+    first.capture()
+    first.verify(1)
+    monkeypatch.setattr(torch, "empty_like", lambda q: torch.full_like(q, float("nan")))
+    runner = VerifyRunner(server)
+    forward, outs = runner._forward, []
+
+    def noting(*args):
+        result = forward(*args)
+        if server.backend.graph_is_prefix:
+            outs.append(result.next_token_logits)
+        return result
+
+    monkeypatch.setattr(runner, "_forward", noting)
+    runner.capture()
+    assert outs and all((out == 0).all() for out in outs)
+
+
 def test_graphs_are_captured_for_the_backend_that_will_replay_them(server):
     """Adaptive drafts: SGLang captures graphs for a second backend while the model still has the
     first, and changes to it later."""
@@ -271,7 +291,7 @@ def test_graphs_are_captured_for_the_backend_that_will_replay_them(server):
     model.attn_backend = PrefixAttnBackend(model, Settings(headroom=8, prefill=True))
     second = VerifyRunner(server)
     server.backend, model.attn_backend = model.attn_backend, before
-    server._trace_prefix_kernels(server.backend._extends._executor)
+    server._trace_prefix_kernels(server.backend.extends.lane.executor)
     second.capture()
     assert labels(second) == labels(first)
     model.attn_backend = server.backend

@@ -20,19 +20,18 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from sgl_prefix_attn.engine import build
+from sgl_prefix_attn.engine import build, sglang_config
+from sgl_prefix_attn.engine.runner_backend import find_observer
 from sgl_prefix_attn.plugin import entry_point
 from tests.support.kit_driver import Driver
 from tests.support.shared_rows import Sharing
-from tests.support.torch_row_tiles import PASSED
+from tests.support.torch_hopper import PASSED
 
 _KIT = "sglang.test.kits.attention_unittest"
 pytest.importorskip("sglang", "0.5.23")  # earlier releases have another kit, or none
 _parallel = importlib.import_module("sglang.srt.runtime_context").get_parallel()
 _before = dict(_parallel._overrides)
-dense, mla = (
-    importlib.import_module(f"{_KIT}.attention_methods.{x}_attention") for x in ("dense", "mla")
-)
+dense = importlib.import_module(f"{_KIT}.attention_methods.dense_attention")
 graphs = importlib.import_module(f"{_KIT}.runner_modes.cuda_graph_decode_runner")
 split_op = importlib.import_module(f"{_KIT}.runner_modes.split_op_runner")
 verify = importlib.import_module(f"{_KIT}.runner_modes.speculative_target_verify_runner")
@@ -145,23 +144,34 @@ class Kit:
         )
         runner.model = torch.nn.ModuleList([layer])
         runner.max_total_num_tokens = pool.size
+        config.has_attention_sinks = False
         self.change_runner(runner)
         backend = entry_point.create(runner)
         if runner.is_draft_worker:
             return backend
         runner.attn_backend = backend
-        self.backends.append(backend)
+        observer = find_observer(runner)
+        self.backends.append(observer)
+        if observer is backend:
+            self._note_prefix_kernels(backend, pool)
+        else:  # SGLang's own, by itself
+            self._note_stock_kernels(backend)
+        self._driver = Driver(runner, backend, observer, self._sharing, self._steady)
+        return backend
+
+    def _note_prefix_kernels(self, backend, pool) -> None:
         if backend.can_run_prefix:
             for buffer in (*pool.k_buffer, *pool.v_buffer):
                 buffer.fill_(math.nan)
-            self._note_kernels(backend._executor, "run", "prefix")
-        if backend._extends is not None:
-            self._note_kernels(backend._extends._executor, "run", "prefix")
+            self._note_kernels(backend.decode.executor, "run", "prefix")
+        if backend.extends is not None:
+            self._note_kernels(backend.extends.lane.executor, "run", "prefix")
         for stock in {backend.stock, backend._stock_extend, backend._stock_verify}:
-            self._note_kernels(stock, "forward_decode", "stock")
-            self._note_kernels(stock, "forward_extend", "stock")
-        self._driver = Driver(runner, backend, self._sharing, self._steady)
-        return backend
+            self._note_stock_kernels(stock)
+
+    def _note_stock_kernels(self, stock) -> None:
+        self._note_kernels(stock, "forward_decode", "stock")
+        self._note_kernels(stock, "forward_extend", "stock")
 
     def _note_kernels(self, owner, name: str, kernels: str) -> None:
         function = getattr(owner, name)
@@ -188,7 +198,7 @@ def started(patch, device: str, kernels: str = "auto"):
     what SGLang keeps for its process is as before at the end.
 
     patch    pytest's monkeypatch
-    kernels  as SGL_PREFIX_ATTN_KERNELS names them; "triton" on a CPU: packs in torch
+    kernels  as PREFIX_ATTN_KERNELS names them
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -196,10 +206,12 @@ def started(patch, device: str, kernels: str = "auto"):
     HookRegistry.apply_hooks()
     # CHECK: the tree that a batch is said to have is compared with its slots.
     variables = {"POLICY": "prefix", "KERNELS": kernels, "PREFILL": 1, "CHECK": 1}
-    if kernels == "triton":
+    if kernels == "portable":
         variables["STRATEGY"] = "naive"  # others read nodes as short as these several times
     for name, value in (variables | {"CHECK_EVERY": 1 << 30}).items():
-        patch.setenv(f"SGL_PREFIX_ATTN_{name}", str(value))
+        patch.setenv(f"PREFIX_ATTN_{name}", str(value))
+    stock = "torch_native" if device == "cpu" else "flashinfer"  # the kit's servers choose none
+    patch.setattr(sglang_config, "default_backend", lambda server_args: stock)
     patch.setattr(build, "self_test_verdict", lambda *args, **again: PASSED)  # this is a test
     made = Kit(device)
     patch.setitem(dense.ATTENTION_BACKENDS, "prefix", made._create)

@@ -1,26 +1,43 @@
 """Calibrations and samples that nobody measured."""
 
+from dataclasses import replace
 from datetime import date
+from types import SimpleNamespace
 
 import numpy as np
 
-from sgl_prefix_attn.calibrate import procedure
-from sgl_prefix_attn.plan import CostModel
-from sgl_prefix_attn.plan.costs import GPU_RATES
-from sgl_prefix_attn.plan.estimate import PREFIX_COEFFICIENTS, prefix_physical, starts
-from sgl_prefix_attn.predict.record import Calibration, CalibrationKey, Origin
-from sgl_prefix_attn.predict.stock_time import STOCK_COEFFICIENTS, stock_physical, stock_work
+from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.planner import Planner
+from sgl_prefix_attn.predict import store
+from sgl_prefix_attn.predict.record import RATES, Calibration, CalibrationKey, Origin
+from sgl_prefix_attn.predict.stock_time import (
+    STOCK_COEFFICIENTS,
+    KvCosts,
+    stock_physical,
+    stock_work,
+)
 from sgl_prefix_attn.records import HeadConfig
+from sgl_prefix_attn.tools.calibrate import cuts, procedure
 
 HEADS = HeadConfig(8, 2, 64)
-KEY = CalibrationKey("NVIDIA H100 80GB HBM3", HEADS, "bfloat16", 1)
+KEY = CalibrationKey("NVIDIA H100 80GB HBM3", "hopper", HEADS, "bfloat16", 1)
 NUM_SMS = 132
 VERSIONS = {"torch": "2.11.0", "triton": "3.6.0"}
 TASK = procedure.Task(KEY, NUM_SMS, VERSIONS, seed=0, count=60, pool_tokens=1 << 17)
 ORIGIN = Origin(seed=3, batches=100, pool_tokens=1 << 17, date=date(2026, 11, 20))
-# Neither model's starting point.
+# Not the model's starting point, nor the rates by which cuts are chosen.
 STOCK = (5.0, 0.3, 0.025, 1.3, 0.2, 0.8, 2.5)
-PREFIX = (6.0, 2.0, 0.02, 1.6, 0.05, 1.2, 0.3, 0.5, 1.4, 0.25, 1.8)
+BANDWIDTH = 2.9e6
+
+
+def true_rates(start):
+    return replace(
+        start, wide=1.5 * start.wide, item=2 * start.item, hbm=start.hbm / 1.3, fixed=8.0
+    )
+
+
+def stock_start() -> dict[str, float]:
+    return {name: start for name, start, *_ in STOCK_COEFFICIENTS}
 
 
 def calibration(key=KEY, versions=VERSIONS, num_sms=NUM_SMS, source="measured") -> Calibration:
@@ -28,9 +45,9 @@ def calibration(key=KEY, versions=VERSIONS, num_sms=NUM_SMS, source="measured") 
         key=key,
         versions=dict(versions),
         num_sms=num_sms,
-        rates=GPU_RATES["A100"],
-        stock=starts(STOCK_COEFFICIENTS) | {"split": 0.1 / 3},
-        prefix=starts(PREFIX_COEFFICIENTS) | {"merge": 0.2 / 3},
+        bandwidth=1.7e6,
+        stock=stock_start() | {"split": 0.1 / 3},
+        rates=vars(RATES[key.family]()) | {"item": 0.2 / 3},
         samples=100,
         errors={"stock": 0.1 / 3, "prefix": 0.05},
         origin=ORIGIN,
@@ -39,7 +56,7 @@ def calibration(key=KEY, versions=VERSIONS, num_sms=NUM_SMS, source="measured") 
 
 
 class FakeMeter:
-    """Times as a GPU would have that the physical models describe exactly, but for noise.
+    """Times as a GPU would have that the models describe exactly, but for noise.
 
     measured counts the batches; from `broken_at` on measuring fails.
     """
@@ -47,29 +64,26 @@ class FakeMeter:
     measured = 0
     broken_at = None
 
-    def __init__(self, planner, max_batch, noise=0.0):
-        self.planner = planner
-        self.costs = CostModel.from_rates(GPU_RATES["H100"], planner.heads)
+    def __init__(self, key=KEY, noise=0.0):
+        shipped = store.find(key, NUM_SMS, folders=store.Folders(None, store.SHIPPED))
+        self.key, self.start = key, shipped.calibration.kernel_rates
+        self.planner = Planner(key.heads, num_sms=NUM_SMS, rates=self.start, headroom=0)
+        self.backend = SimpleNamespace(num_sms=NUM_SMS, tile_rows=128, splits_nodes=False)
         self.noise = noise
         self.random = np.random.default_rng(5)
 
-    def prefix_us(self, plan, paths) -> float:
-        work, costs = plan.work, self.costs
-        return (
-            costs.launch
-            + costs.kv_token * (work.tail_tokens + work.shared_tokens)
-            + costs.pack * work.shared_items
-            + costs.partial * work.partials
-            + costs.mma_row * max(0, work.shared_rows - 64 * work.shared_tokens)
-        )
+    def bandwidth(self, planner) -> float:
+        return BANDWIDTH
 
-    def measure(self, batch):
+    def measure(self, batch, plans):
         if type(self).measured == self.broken_at:
             raise RuntimeError("prefix and stock attention differ")
         type(self).measured += 1
-        heads = self.planner.heads
+        heads, forest = self.key.heads, build_forest(batch.paths)
         work = stock_work(batch.paths.seq_lens, batch.unique_tokens, NUM_SMS, heads)
-        factor = np.exp(self.random.normal(0, self.noise, 2)) if self.noise else (1.0, 1.0)
-        costs = self.planner.costs
-        prefix = prefix_physical(PREFIX, self.planner.plan(batch.paths).work, costs)
-        return float(stock_physical(STOCK, work, costs) * factor[0]), float(prefix * factor[1])
+        stock_us = stock_physical(STOCK, work, KvCosts.of(BANDWIDTH, heads, self.key.kv_bytes))
+        tried = cuts.chosen(self.planner, forest)
+        assert [plan.predicted_us for plan in plans] == [cut.us for cut in tried]
+        us = cuts.predict(tried, forest.unique_tokens, self.planner, true_rates(self.start))
+        factor = np.exp(self.noise * self.random.normal(size=1 + len(tried)))
+        return [float(stock_us * factor[0])], (us * factor[1:]).tolist()

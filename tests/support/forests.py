@@ -1,12 +1,12 @@
 """Random forests and planners that make small ones use every mechanism."""
 
-from dataclasses import replace
-
 import numpy as np
 from hypothesis import strategies as st
 
-from sgl_prefix_attn.plan import CostModel, Planner, TileConfig, TileSet
-from sgl_prefix_attn.plan.costs import partial_bytes
+from sgl_prefix_attn.kernels import words as W
+from sgl_prefix_attn.plan.costs import CostModel
+from sgl_prefix_attn.plan.cut_time import PortableRates
+from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.records import HeadConfig, PathTable
 
 LENGTHS = (1, 2, 7, 15, 16, 17, 31, 63, 64, 65, 130)
@@ -14,12 +14,21 @@ LENGTHS = (1, 2, 7, 15, 16, 17, 31, 63, 64, 65, 130)
 PROFIT_LENGTHS = (1, 2, 3, 4, 5, 8, 12, 16, 17, 40, 200)
 
 
-def bytes_only(heads: HeadConfig, kv_bytes: int = 2) -> CostModel:
-    """Cost = bytes of KV and partial results, as PAT's profit model counts them."""
-    kv_token = 2 * heads.num_kv_heads * heads.head_dim * kv_bytes
-    partial = partial_bytes(heads, kv_bytes)
-    free = splitting_costs(heads)
-    return replace(free, kv_token=kv_token, partial=partial, mma_row=0.0, chain=0.0)
+def bytes_only(heads: HeadConfig) -> CostModel:
+    """Cost = bytes of 16-bit KV and partial results, as PAT's profit model counts them."""
+    return CostModel(
+        kv_token=4 * heads.num_kv_heads * heads.head_dim,
+        mma_row=0.0,
+        partial=2 * heads.num_qo_heads * (2 * heads.head_dim + 8),
+        item=0.0,
+        group_size=heads.group_size,
+    )
+
+
+def kernel_costs(heads: HeadConfig, gpu: str) -> CostModel:
+    """Costs of the portable kernel on an H100, or on one with a third of its bandwidth."""
+    rates = PortableRates() if gpu == "H100" else PortableRates(hbm=1e6)
+    return CostModel.of(rates, heads, num_sms=264, tile_rows=64)
 
 
 def path_table(nodes, leaf, tails) -> PathTable:
@@ -69,20 +78,6 @@ def nested_paths(batch: int, length: int, tail=3) -> PathTable:
     return path_table(nodes, range(batch), [tail] * batch)
 
 
-@st.composite
-def deep_paths(draw, max_batch=40, lengths=LENGTHS):
-    """Chains as deep as the batch is large, with branches: what needs most partial results."""
-    batch = draw(st.integers(2, max_batch))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    straight = draw(st.sampled_from([0.5, 0.9, 1.0]))
-    nodes = [(-1, int(rng.choice(lengths)))]
-    for i in range(1, batch):
-        parent = i - 1 if rng.random() < straight else int(rng.integers(-1, i))
-        nodes.append((parent, int(rng.choice(lengths))))
-    leaf = rng.permutation(batch) if draw(st.booleans()) else rng.integers(0, batch, batch)
-    return path_table(nodes, leaf.tolist(), rng.choice(lengths, batch).tolist())
-
-
 def chain(paths: PathTable, row: int) -> list[int]:
     """Nodes of a request's path, root first."""
     nodes, node = [], int(paths.leaf[row])
@@ -108,33 +103,10 @@ def sharers(paths: PathTable, row: int) -> list[frozenset[int]]:
     return [frozenset(below[o]) if o >= 0 else frozenset([row]) for o in owners(paths, row)]
 
 
-def splitting_tiles(heads: HeadConfig, packed=True) -> TileSet:
-    """Small tiles that make short KV use every mechanism: row tiles, several block_n, packed tails
-    of 2 to 4 requests, splits from 16 tokens on."""
-    group = heads.group_size
-    tail_m = max(16, 1 << (group - 1).bit_length())
-    requests = min(4, 1 << (tail_m // group).bit_length() - 1)
-    return TileSet(
-        shared=(TileConfig(tail_m, 16), TileConfig(2 * tail_m, 64)),
-        tail=TileConfig(tail_m, 32, requests=1),
-        packed_tail=TileConfig(tail_m, 32, requests=requests) if packed and requests > 1 else None,
-        packed_len=64,
-        packed_tickets=1,
-        num_sms=4,
-        min_split=16,
-        longest=(0.2,),
-    )
-
-
-def splitting_costs(heads: HeadConfig) -> CostModel:
-    """As on an unknown GPU, but starting work is free: splits pay from the first token."""
-    return replace(CostModel.for_gpu("other", heads), item=0.0, pack=0.0, launch=0.0)
-
-
-def planner(heads, strategy="calibrated", headroom=20, split=True, packed=True) -> Planner:
-    tiles = splitting_tiles(heads, packed)
-    if not split:
-        tiles = replace(tiles, min_split=1 << 20)
+def planner(heads, strategy="calibrated", headroom=20) -> Planner:
+    """As on a small GPU, so that few requests fill it and few blocks are split."""
+    rows = W.portable_tile_rows(heads.group_size)
     return Planner(
-        heads, tile_set=tiles, strategy=strategy, costs=splitting_costs(heads), headroom=headroom
-    )
+        heads, num_sms=16, rates=PortableRates(), headroom=headroom, tile_rows=rows,
+        strategy=strategy, splits_nodes=True,
+    )  # fmt: skip

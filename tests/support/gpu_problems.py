@@ -1,10 +1,7 @@
-"""Problems and planners of the GPU tests, as a server makes them."""
+"""Problems of the GPU tests."""
 
 import torch
 
-from sgl_prefix_attn.plan import Planner, TileSet
-from sgl_prefix_attn.plan.tile_defaults import default_tile_set
-from sgl_prefix_attn.predict.startup import default_costs
 from sgl_prefix_attn.records import HeadConfig, PathTable
 from tests.support.forests import path_table, random_paths
 from tests.support.problems import Problem, make_problem
@@ -15,17 +12,6 @@ LLAMA = HeadConfig(32, 8, 128)
 
 def gpu_problem(paths: PathTable, heads=LLAMA, dtype=torch.bfloat16, **options) -> Problem:
     return make_problem(paths, heads, dtype, device=DEVICE, **options)
-
-
-def planner(heads=LLAMA, strategy="calibrated", tiles: TileSet | None = None, **options) -> Planner:
-    """With the GPU's own tiles and costs, unless other tiles are given."""
-    return Planner(
-        heads,
-        strategy=strategy,
-        tile_set=tiles or default_tile_set(DEVICE, heads),
-        costs=default_costs(DEVICE, heads),
-        **options,
-    )
 
 
 # --- trees: name -> paths; every length that ends a tile, a split or a page somewhere ------------

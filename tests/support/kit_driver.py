@@ -20,12 +20,13 @@ class Driver:
     """Observes each batch before its backend prepares it, and captures graphs in both variants, as
     the plugin's hooks do; on a GPU what the kit calls a graph is one.
 
+    observer  what is told of each batch: the backend, or what counts the steps of SGLang's own
     sharing  what the requests of a batch share
     steady   eager decode batches are second steps of a plan
     """
 
-    def __init__(self, runner, backend, sharing: Sharing, steady: bool):
-        self._runner, self._backend = runner, backend
+    def __init__(self, runner, backend, observer, sharing: Sharing, steady: bool):
+        self._runner, self._backend, self._observer = runner, backend, observer
         self._sharing, self._steady = sharing, steady
         self._phase, self._graph = EAGER, None
         self._eager = backend.init_forward_metadata
@@ -46,18 +47,18 @@ class Driver:
         steps = [self._before(batch), batch] if self._steady else [batch]
         schedule = self._schedule(steps[0])
         for step in steps:
-            self._backend.observe(step, schedule)
+            self._observer.observe(step, schedule)
             self._eager(step)
 
     def _prepare_graph(self, batch, in_capture: bool = False) -> None:
         self._phase = CAPTURE if in_capture else REPLAY
         if not in_capture:
-            self._backend.observe(batch, self._schedule(batch))
+            self._observer.observe(batch, self._schedule(batch))
             self._out_graph(batch)
             return
         capture = functools.partial(self._out_graph, batch, in_capture=True)
         capture()
-        if self._backend.can_capture(batch.forward_mode):
+        if self._observer is self._backend and self._backend.can_capture(batch.forward_mode):
             size = batch.batch_size
             self._backend.variants.capture(size, [size], capture, _NO_DEVICE)
 

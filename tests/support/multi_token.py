@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from sgl_prefix_attn.kernels.gluon import words as W
+from sgl_prefix_attn.kernels import words as W
 from sgl_prefix_attn.records import HeadConfig, PathTable
 from tests.support.forests import path_tables
 from tests.support.problems import Problem, make_problem

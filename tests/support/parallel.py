@@ -13,6 +13,7 @@ def ranks(tp_size=1, group=None):
         tp_group=SimpleNamespace(cpu_group=group),
         pp_rank=0,
         pp_size=1,
+        moe_ep_rank=0,
         attn_dp_size=1,
         dcp_enabled=False,
     )
@@ -27,4 +28,6 @@ def model_runner(device="cpu", dtype=torch.float32, max_batch=4, max_tokens=256)
         page_size=1,
         req_to_token_pool=SimpleNamespace(size=max_batch),
         max_total_num_tokens=max_tokens,
+        model_config=SimpleNamespace(context_len=max_tokens),
+        server_args=SimpleNamespace(enable_deterministic_inference=False),
     )

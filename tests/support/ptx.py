@@ -72,6 +72,8 @@ def _result(name: str, args: list) -> np.ndarray:
             return args[0] != args[1]
         case ["setp", "neu", "or", "f32"]:
             return (args[0] != args[1]) | args[2]
+        case ["selp", "f32"]:
+            return np.where(args[2], args[0], args[1])
         case ["vote", "sync", "any", "pred"]:
             return np.full(LANES, args[0].any())
         case ["shfl", "sync", "bfly", "b32"]:

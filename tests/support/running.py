@@ -4,37 +4,39 @@ import math
 
 import torch
 
-from sgl_prefix_attn import PrefixDecodeWrapper
-from sgl_prefix_attn.execute.backends.choice import backend_class
+from sgl_prefix_attn import PrefixAttentionWrapper
+from sgl_prefix_attn.execute.backends.choice import new_backend
+from sgl_prefix_attn.execute.backends.family import PORTABLE
 from sgl_prefix_attn.execute.backends.torch_backend import TorchBackend
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.params import Capacity
-from sgl_prefix_attn.plan.tile_defaults import default_tile_set
 from tests.support.forests import chain
 
 PADDING = 3  # rows of q and out above the batch, as in a captured graph
 
 
-def executor(problem, *plans, tiles=None, **options):
-    """Room for the plans on the kernels of the problem's device; memory is poisoned.
-
-    tiles and options are those of TritonBackend; the torch backend needs none.
-    """
+def executor(problem, *plans, family=PORTABLE):
+    """Room for the plans on the kernels of the problem's device; memory is poisoned."""
     device = problem.q.device
-    kernels = backend_class(device)
-    if kernels is TorchBackend:
-        backend = kernels(problem.heads, problem.dtype, device)
+    if device.type == "cpu":
+        backend = TorchBackend(problem.heads, problem.dtype, device, plans[0].tile_rows)
     else:
-        tiles = tiles or default_tile_set(device, problem.heads)
-        backend = kernels(problem.heads, tiles, problem.dtype, device, **options)
+        backend = new_backend(family, device, problem.heads, problem.dtype)
+    return executor_of(backend, problem, *plans)
+
+
+def executor_of(backend, problem, *plans):
+    """Room for the plans on these kernels; memory is poisoned."""
     made = PlanExecutor(backend, Capacity.for_plans(*plans))
     poison(made, problem)
     return made
 
 
 def poison(made, problem):
-    """Point all of kv_indices at the poison slot, and fill partial rows with NaN."""
+    """Point all of kv_indices at the poison slot, for every query, and fill partial rows with
+    NaN."""
     made.workspace.kv_indices.fill_(problem.poison_slot)
+    made.workspace.keys.fill_(-1)
     made.workspace.partial_out.fill_(math.nan)
     made.workspace.partial_state.fill_(math.nan)
 
@@ -55,7 +57,7 @@ def run(made, problem):
     q = problem.q.new_full((batch + PADDING, *problem.q.shape[1:]), math.nan)
     q[:batch] = problem.q
     seq_lens = torch.cat([problem.seq_lens, problem.seq_lens.new_ones(PADDING)])
-    out = torch.full_like(q, math.nan)
+    out = torch.full_like(q[..., : problem.heads.value_dim], math.nan)
     lse = torch.full(q.shape[:2], math.nan, device=q.device)
     made.run(problem.layer(out, q=q, seq_lens=seq_lens, out_lse=lse))
     assert out[batch:].isnan().all() and lse[batch:].isnan().all(), "padding rows were written"
@@ -72,7 +74,7 @@ def append(made, problem, slots):
 def wrapper(heads, dtype=torch.float32, device="cpu", kernels="auto", **options):
     options["kernels"] = kernels
     sizes = (heads.num_qo_heads, heads.num_kv_heads, heads.head_dim)
-    return PrefixDecodeWrapper(*sizes, device=device, dtype=dtype, **options)
+    return PrefixAttentionWrapper(*sizes, device=device, dtype=dtype, **options)
 
 
 def wrapper_of(problem, **options):
@@ -82,7 +84,7 @@ def wrapper_of(problem, **options):
 
 
 def paths_of(table):
-    """The (node_id, length) lists that PrefixDecodeWrapper.plan takes."""
+    """The (node_id, length) lists that PrefixAttentionWrapper.plan takes."""
     rows = range(table.leaf.size)
     return [
         [(int(table.node_id[n]), int(table.length[n])) for n in chain(table, row)] for row in rows
@@ -97,3 +99,16 @@ def plan_wrapper(made, problem):
 
 def planned_wrapper(problem, **options):
     return plan_wrapper(wrapper_of(problem, **options), problem)
+
+
+def plan_several(made, asked):
+    """Plan the several tokens that a tests.support.multi_token problem asks of each request."""
+    of, pool = asked.requests, asked.requests.pool.cpu()
+    made.plan(
+        paths_of(of.paths), of.seq_lens.cpu(), of.req_to_token, pool, query_lens=asked.query_lens
+    )
+    return made
+
+
+def planned_several(asked, **options):
+    return plan_several(wrapper_of(asked.requests, **options), asked)

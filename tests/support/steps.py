@@ -1,13 +1,11 @@
 """A StepPreparer over a fake radix tree, for tests of steps and of what is counted about them."""
 
 from sgl_prefix_attn.metrics.counters import StepCounters
-from sgl_prefix_attn.plan import Planner
 from sgl_prefix_attn.plan.capacity import UNLIMITED
-from sgl_prefix_attn.plan.tile_defaults import default_tile_set
-from sgl_prefix_attn.predict.startup import default_costs
 from sgl_prefix_attn.records import HeadConfig
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.step.preparer import StepPreparer
+from tests.support import forests
 from tests.support.fake_sglang import World
 
 HEADS = HeadConfig(8, 2, 32)
@@ -15,13 +13,8 @@ DEFAULTS = Settings()
 
 
 def planner(headroom=64):
-    return Planner(
-        HEADS,
-        strategy="naive",  # every shared node is read once, whatever it costs
-        tile_set=default_tile_set("cpu", HEADS),
-        costs=default_costs("cpu", HEADS),
-        headroom=headroom,
-    )
+    """Every shared node is read once, whatever it costs."""
+    return forests.planner(HEADS, "naive", headroom)
 
 
 def preparer(
@@ -70,11 +63,10 @@ class Times:
         self.source = "measured"
         self.asked = []
 
-    def stock(self, seq_lens, unique):
+    def stock(self, seq_lens, unique, query_lens=None):
         self.asked.append((seq_lens.tolist(), unique))
         return self.stock_us
 
     def prefix(self, plan):
-        work = plan.work
-        assert work.tail_tokens + work.shared_tokens > 0
+        assert plan.stats.kv_tokens_read > 0
         return self.prefix_us

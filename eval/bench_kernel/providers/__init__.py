@@ -2,44 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
-from eval.bench_kernel.providers.fa3 import FlashAttention3
+from eval.bench_kernel.providers.fa3 import FlashAttention3, FlashAttention3Runnable
 from eval.bench_kernel.providers.fasttree import FastTree
-from eval.bench_kernel.providers.flashinfer_batch import FlashInferBatch
-from eval.bench_kernel.providers.flashinfer_cascade import FlashInferCascade
-from eval.bench_kernel.providers.flashinfer_decode import FlashInferDecode
+from eval.bench_kernel.providers.flashinfer import (
+    FlashInferBatchRunnable,
+    FlashInferCascadeRunnable,
+    FlashInferDecodeRunnable,
+)
+from eval.bench_kernel.providers.other_cuts import CUTS, OtherCut, merged
 from eval.bench_kernel.providers.pat import Pat
-from eval.bench_kernel.providers.plain_torch import PlainTorch
-from eval.bench_kernel.providers.prefix import Prefix
+from eval.bench_kernel.providers.planned import Server
 from eval.bench_kernel.providers.provider import Provider
-from sgl_prefix_attn.execute.backends.family import ROW_TILES, TRITON
+from sgl_prefix_attn.engine.determinism import PART_TOKENS
+from sgl_prefix_attn.execute.backends.family import HOPPER, PORTABLE
 
-STOCK = ("flashinfer", "fa3", "batchattn", "cascade")
-STRATEGIES = ("calibrated", "pat", "naive", "query", "compute")  # of this library's planner
+STRATEGIES = ("pat", "naive", "query", "compute")  # of this library's planner, for ablations
 
 
 def make_providers(
-    names: list[str], fasttree_path: str | None = None, pat_path: str | None = None
+    names: Sequence[str], fasttree_path: str | None = None, pat_path: str | None = None
 ) -> list[Provider]:
     """Make providers in the given order; `prefix` runs what a server would,
-    `prefix:STRATEGY` packs of another strategy, `prefix:KERNELS` one family of kernels.
+    `prefix:KERNELS` one family of kernels, `prefix:STRATEGY` the portable kernel by another
+    strategy, `prefix:merged` with no node split off, `prefix:CUT` a plan that the planner would
+    not choose, `prefix:invariant` the aligned one of a deterministic server, beside which
+    `fa3:one_split` is what SGLang runs.
 
-    Raises ValueError for a name or a strategy that does not exist.
+    Raises ValueError for a name that does not exist.
     """
+
+    def prefix(name: str, **options: Any) -> partial:
+        return partial(Server, f"prefix:{name}", **options)
+
+    def flashinfer(name: str, runnable: type) -> partial:
+        return partial(Provider, name, "flashinfer", runnable)
+
+    one_split = partial(FlashAttention3Runnable, num_splits=1)
     make = {
-        "prefix": Prefix,
-        **{f"prefix:{strategy}": partial(Prefix, strategy=strategy) for strategy in STRATEGIES},
-        **{
-            f"prefix:{kernels}": partial(Prefix, kernels=kernels) for kernels in (ROW_TILES, TRITON)
-        },
-        "flashinfer": FlashInferDecode,
+        "prefix": Server,
+        **{f"prefix:{name}": prefix(name, kernels=name) for name in (HOPPER, PORTABLE)},
+        **{f"prefix:{s}": prefix(s, kernels=PORTABLE, strategy=s) for s in STRATEGIES},
+        "prefix:merged": partial(OtherCut, "merged", merged, PORTABLE),
+        **{f"prefix:{name}": partial(OtherCut, name, cut) for name, cut in CUTS.items()},
+        "prefix:invariant": prefix("invariant", part_tokens=PART_TOKENS),
+        "flashinfer": flashinfer("flashinfer", FlashInferDecodeRunnable),
         "fa3": FlashAttention3,
-        "batchattn": FlashInferBatch,
-        "cascade": FlashInferCascade,
+        "fa3:one_split": partial(FlashAttention3, "fa3:one_split", one_split),
+        "batchattn": flashinfer("batchattn", FlashInferBatchRunnable),
+        "cascade": flashinfer("cascade", FlashInferCascadeRunnable),
         "fasttree": partial(FastTree, fasttree_path),
         "pat": partial(Pat, pat_path),
-        "torch": PlainTorch,
     }
     for name in names:
         if name not in make:

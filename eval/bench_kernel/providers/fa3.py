@@ -1,79 +1,64 @@
-"""SGLang's FlashAttention-3 build, called as SGLang 0.5.17's backend does for decode: `fa3`.
+"""SGLang's FlashAttention-3 build, called as SGLang 0.5.17's backend does: `fa3`, and
+`fa3:one_split` as it does for deterministic inference.
 
-Its scheduler metadata is computed once per step, into memory that the captured graph reads, and
-passed to every layer's call. One difference remains: SGLang captures with a page table as wide as
-the model's context; here it is as wide as the longest request, and FA3 bounds its splits by it.
+For decode its scheduler metadata is computed once per step, into memory that the captured graph
+reads, and passed to every layer's call; with several tokens a request each call schedules itself.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 
 from eval.bench_kernel.case import Case
 from eval.bench_kernel.providers.provider import Provider
+from sgl_prefix_attn.tools.calibrate import stock_decode
 
 
 class FlashAttention3Runnable:
-    def __init__(self, case: Case):
-        from sgl_kernel.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
+    """A KV cache of float8_e4m3fn takes queries of it: each call rounds them, as SGLang does.
 
-        self._attend = flash_attn_with_kvcache
-        self._get_scheduler_metadata = get_scheduler_metadata
-        self._case = case
-        self._cu_seqlens = torch.arange(
-            case.tree.batch_size + 1, dtype=torch.int32, device=case.device
-        )
-        self._page_table = self._pages()
-        self._metadata = self._schedule()
+    num_splits: of each request's KV, 0: as FA3 sees fit
+    """
+
+    def __init__(self, case: Case, num_splits: int = 0):
+        self._case, self._page_table = case, case.pages(case.req_to_token)
+        self._decode = self._extend = None
+        if case.tokens == 1:
+            self._decode = stock_decode.FlashAttention3Decode(
+                case.heads, case.dtype, case.page_size, case.seq_lens.cpu(), self._page_table,
+                kv_dtype=case.kv_dtype, num_splits=num_splits,
+            )  # fmt: skip
+            return
+        from sgl_kernel.flash_attn import flash_attn_with_kvcache
+
+        starts = torch.arange(case.batch_size + 1, dtype=torch.int32, device=case.device)
+        self._extend = partial(
+            flash_attn_with_kvcache, page_table=self._page_table, cache_seqlens=case.seq_lens,
+            cu_seqlens_q=starts * case.tokens, max_seqlen_q=case.tokens,
+            cu_seqlens_k_new=starts * case.longest, softmax_scale=case.sm_scale, causal=True,
+            num_splits=num_splits,
+        )  # fmt: skip
 
     def plan(self) -> None:
         """Prepare a step as SGLang does: the page table and the scheduler metadata, in place."""
-        self._page_table.copy_(self._pages())
-        self._metadata.copy_(self._schedule())
-
-    def _pages(self) -> torch.Tensor:
-        return self._case.pages(self._case.req_to_token)
-
-    def _schedule(self) -> torch.Tensor:
-        """Compute, as int32, which tiles and KV splits FA3 runs; the same for every layer."""
-        case = self._case
-        return self._get_scheduler_metadata(
-            batch_size=case.tree.batch_size,
-            max_seqlen_q=1,
-            max_seqlen_k=case.tree.seq_len,
-            num_heads=case.heads.num_qo_heads,
-            num_heads_k=case.heads.num_kv_heads,
-            headdim=case.heads.head_dim,
-            cache_seqlens=case.seq_lens,
-            qkv_dtype=case.dtype,
-            cu_seqlens_q=self._cu_seqlens,
-            page_size=case.page_size,
-            causal=True,
-            has_softcap=False,
-            num_splits=0,
-        )
+        self._page_table.copy_(self._case.pages(self._case.req_to_token))
+        if self._decode is not None:
+            self._decode.plan()
 
     def run(self, layer: int) -> torch.Tensor:
-        case = self._case
-        return self._attend(
-            q=case.q,
-            k_cache=case.paged(case.k[layer]),
-            v_cache=case.paged(case.v[layer]),
-            page_table=self._page_table,
-            cache_seqlens=case.seq_lens,
-            cu_seqlens_q=self._cu_seqlens,
-            max_seqlen_q=1,
-            softmax_scale=case.sm_scale,
-            causal=True,
-            num_splits=0,
-            scheduler_metadata=self._metadata,
-        )
+        case, (k, v) = self._case, self._case.kv(layer)
+        if self._decode is not None:
+            return self._decode.run(case.q, (k, v))
+        return self._extend(q=case.q.to(case.kv_dtype), k_cache=k, v_cache=v)
 
 
 class FlashAttention3(Provider):
-    name = "fa3"
-    module = "sgl_kernel.flash_attn"
-    runnable = FlashAttention3Runnable
+    narrows = True
+
+    def __init__(self, name: str = "fa3", runnable=FlashAttention3Runnable):
+        super().__init__(name, "sgl_kernel.flash_attn", runnable)
 
     def available(self) -> str | None:
         reason = super().available()

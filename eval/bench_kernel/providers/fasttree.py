@@ -63,14 +63,9 @@ class FastTreeRunnable:
         nodes, offsets = _tree_info(case)
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its progress
             aux, _ = self._module.fasttree_preparation(
-                nodes,
-                offsets,
-                case.tree.batch_size,
-                *case.head_sizes,
-                list(_KV_SPLITS),
-                *[list(x) for x in _PARALLELISM],
-                params,
-            )
+                nodes, offsets, case.tree.batch_size, *case.head_sizes, list(_KV_SPLITS),
+                *[list(x) for x in _PARALLELISM], params,
+            )  # fmt: skip
         entries = aux[0]
         slots = torch.where(entries >= 0, self._slots[entries.clamp(min=0).long()], entries)
         self._aux = (slots, *aux[1:])
@@ -80,14 +75,9 @@ class FastTreeRunnable:
     def run(self, layer: int) -> torch.Tensor:
         case = self._case
         self._module.fasttree_decode(
-            case.q,
-            case.k[layer],
-            case.v[layer],
-            self._out[layer],
-            *self._aux,
-            *self._tiles,
+            case.q, case.k[layer], case.v[layer], self._out[layer], *self._aux, *self._tiles,
             case.sm_scale,
-        )
+        )  # fmt: skip
         return self._out[layer]
 
 

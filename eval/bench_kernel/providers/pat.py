@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from eval.bench_kernel.case import DTYPES, Case
+from eval.bench_kernel.case import Case
 from eval.bench_kernel.providers.provider import Provider, Unsupported
 
 _PAGE_SIZE = 32
@@ -46,8 +46,6 @@ class Pat(Provider):
         return max(_PAGE_SIZE, requested)
 
     def prepare(self, case: Case) -> PatRunnable:
-        if case.dtype == DTYPES["fp32"]:
-            raise Unsupported("fp32")
         if case.heads.group_size not in (1, 2, 4, 8):
             raise Unsupported(f"group size {case.heads.group_size}")
         if case.heads.head_dim not in (64, 128):
@@ -61,7 +59,7 @@ class PatRunnable:
         self._module = module
         # The tree keeps pointers into the block table: it must outlive the tree.
         self._block_table = case.pages(case.req_to_token).cpu()
-        self._lens = [case.tree.seq_len] * case.tree.batch_size
+        self._lens = [case.longest] * case.batch_size
         self._q = case.q.unsqueeze(1)
         self._out = [out.unsqueeze(1) for out in case.new_out()]
         self.plan()
@@ -77,13 +75,10 @@ class PatRunnable:
     def run(self, layer: int) -> torch.Tensor:
         case = self._case
         self._module.prefix_attn_with_kvcache(
-            q=self._q,
-            k_cache_paged=case.paged(case.k[layer]),
-            v_cache_paged=case.paged(case.v[layer]),
-            tree=self._tree,
-            softmax_scale=case.sm_scale,
+            q=self._q, k_cache_paged=case.paged(case.k[layer]),
+            v_cache_paged=case.paged(case.v[layer]), tree=self._tree, softmax_scale=case.sm_scale,
             out=self._out[layer],
-        )
+        )  # fmt: skip
         return self._out[layer].squeeze(1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -28,13 +29,15 @@ class Provider:
     page size, and prepares any case as `runnable`.
 
     capturable  whether run() may be captured in a CUDA graph
+    narrows     whether it rounds queries and probabilities, too, to the dtype of a narrow KV cache
     """
 
-    name = ""
-    module = ""
     capturable = True
+    narrows = False
     needs_cuda = True
-    runnable: type[Runnable]
+
+    def __init__(self, name: str, module: str, runnable: Callable[[Case], Runnable]):
+        self.name, self.module, self.runnable = name, module, runnable
 
     def available(self) -> str | None:
         """Say why it cannot run on this machine, or return None."""

@@ -1,1 +1,1 @@
-"""Kernel families behind one protocol (kernel_backend.py), chosen in one place (family.py)."""
+"""Families of kernels, of one base class (kernel_backend.py), chosen in one place (family.py)."""

@@ -1,49 +1,62 @@
-"""Which family of kernels a server or wrapper runs: a pure function, also for `doctor`.
+"""Which kernels a server or wrapper runs: a pure function, also for `doctor`.
 
-A family is kernels and the planner whose words they read. Row tiles are Hopper's (gluon_backend.py,
-plan/row_tile_planner.py); packs run on any GPU by Triton and elsewhere in torch (triton_backend.py,
-torch_backend.py, plan/), and whatever row tiles can run they can run, too.
+All run the same plans (kernels/words.py). Hopper's are Gluon's (hopper_backend.py); what these
+cannot run, on any GPU from sm_80 on, the portable ones can (portable_backend.py, Triton; on a CPU
+torch_backend.py).
 """
 
 from typing import NamedTuple
 
-# As SGL_PREFIX_ATTN_KERNELS names the families; TRITON's words are run by torch on a CPU.
-AUTO, ROW_TILES, TRITON = "auto", "row_tiles", "triton"
+from sgl_prefix_attn.records import CALIBRATED
+
+# As PREFIX_ATTN_KERNELS names the families.
+AUTO, HOPPER, PORTABLE = KERNELS = ("auto", "hopper", "portable")
 
 
 class Family(NamedTuple):
-    """name: ROW_TILES or TRITON; why_not: what stands against row tiles, as a label, or None."""
+    """name: HOPPER or PORTABLE; why_not: what stands against HOPPER, as a label, or None."""
 
     name: str
     why_not: str | None = None
 
     def __str__(self) -> str:
-        if self.name == ROW_TILES:
-            return "row tiles (Gluon, sm_90)"
-        return f"packs (Triton, torch on a CPU), no row tiles ({self.why_not})"
+        if self.name == HOPPER:
+            return "Hopper kernels (Gluon, sm_90)"
+        return f"portable kernels (Triton, torch on a CPU), not Hopper's ({self.why_not})"
 
 
-def choose_family(wanted: str, strategy: str, why_not_here: str | None) -> Family:
+def choose_family(
+    wanted: str, strategy: str, why_no_hopper: str | None, why_no_portable: str | None = None
+) -> Family:
     """Choose what the prefix steps of a server or wrapper run.
 
-    wanted        AUTO, ROW_TILES or TRITON
-    strategy      of the packing: row tiles have but the one, the others are ablations of packs
-    why_not_here  why_no_row_tiles() of its device and model
+    wanted         AUTO, HOPPER or PORTABLE
+    strategy       of splitting and merging nodes: Hopper's kernels have but CALIBRATED
+    why_no_hopper  why_no_hopper() of its device and model; why_no_portable: the same of portable
+                   kernels, which latent KV alone leaves without
 
-    Raises ValueError when row tiles are wanted and cannot run, or kernels that do not exist.
+    Raises ValueError for kernels that do not exist, for those that are wanted and cannot run, and
+    for another strategy where Hopper's run unless portable ones are asked for, too: these are
+    slower there, so no strategy turns to them by itself.
     """
-    if wanted not in (AUTO, ROW_TILES, TRITON):
-        raise ValueError(f"kernels must be {AUTO}, {ROW_TILES} or {TRITON}; got {wanted!r}")
-    if wanted == TRITON:
-        return Family(TRITON, "kernels:triton")
-    why_not = why_not_here
-    if why_not is None and strategy != "calibrated":
-        why_not = f"strategy:{strategy}"
-    if why_not is None:
-        return Family(ROW_TILES)
-    if wanted == ROW_TILES:
+    if wanted not in KERNELS:
+        raise ValueError(f"kernels must be {AUTO}, {HOPPER} or {PORTABLE}; got {wanted!r}")
+    why_not = {HOPPER: why_no_hopper, PORTABLE: why_no_portable}.get(wanted)
+    if why_not is not None:
         raise ValueError(
-            f"kernels, or SGL_PREFIX_ATTN_KERNELS=row_tiles: row tiles cannot run here ({why_not});"
-            " let them be chosen, or remove what stands against them"
+            f"kernels, or PREFIX_ATTN_KERNELS={wanted}: these kernels cannot run here ({why_not}); "
+            "let them be chosen, or remove what stands against them"
         )
-    return Family(TRITON, why_not)
+    if wanted == PORTABLE:
+        return Family(PORTABLE, "kernels:portable")
+    if why_no_hopper is not None:
+        return Family(PORTABLE, why_no_hopper)
+    if strategy != CALIBRATED:
+        others = f"run with kernels {PORTABLE}, or PREFIX_ATTN_KERNELS={PORTABLE}"
+        if why_no_portable is not None:
+            others = f"have no kernels here ({why_no_portable})"
+        raise ValueError(
+            f"strategy {strategy}, or PREFIX_ATTN_STRATEGY={strategy}: Hopper's kernels, which run "
+            f"here, know {CALIBRATED} alone; others {others}"
+        )
+    return Family(HOPPER)

@@ -1,26 +1,59 @@
-"""What a family of kernels offers: the protocol that the executor drives."""
+"""What all kernel backends share: what they can run, a plan's memory, and what fills its blocks."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar
 
 import torch
+import triton
 
 from sgl_prefix_attn.execute.params import Capacity, LayerParams, Workspace
-from sgl_prefix_attn.records import HeadConfig, StepPlan
+from sgl_prefix_attn.kernels import words as W
+from sgl_prefix_attn.kernels.slots import append_token_kernel, fill_blocks_kernel
+from sgl_prefix_attn.plan.capacity import UNLIMITED
+from sgl_prefix_attn.plan.cut_time import KernelRates
+from sgl_prefix_attn.plan.planner import Planner
+from sgl_prefix_attn.plan.serialize import Plan
+from sgl_prefix_attn.records import CALIBRATED, HeadConfig
+
+NARROW_KV = torch.float8_e4m3fn  # of KV caches, beside a model's own dtype
+ANY_DIM = 1 << 16  # of a backend without a largest head dimension
+_FILL_STEP = 1024
+# How often tiles of one plan may read each KV slot of a server, and how many reads (8 bytes each)
+# there is room for in any case: few slots may be shared by many tiles.
+_READS, _LEAST_READS = 8, 1 << 23
+# Partial results of a request, on average, where nodes are split off.
+_PLACES = 8
+
+
+def kv_dtype_label(kv_dtype: torch.dtype) -> str:
+    """Name a KV cache's dtype as what stands against a model."""
+    return f"kv_dtype:{str(kv_dtype).removeprefix('torch.')}"
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Models that a backend can run; bounds are inclusive."""
+    """Models that a backend can run; bounds are inclusive. kv_dtypes: of KV caches that are unlike
+    the model; latent: whether values may be a part of keys."""
 
     head_dims: tuple[int, int]
     group_sizes: tuple[int, int]
     dtypes: frozenset[torch.dtype]
+    kv_dtypes: frozenset[torch.dtype] = frozenset()
+    latent: bool = False
 
-    def why_not(self, heads: HeadConfig, dtype: torch.dtype) -> str | None:
-        """Say why a model with such layers cannot be run, as a label of metrics, or None."""
+    def why_not(
+        self, heads: HeadConfig, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+    ) -> str | None:
+        """Say why a model with such layers, whose KV cache is of `kv_dtype` or like the model,
+        cannot be run, as a label of metrics, or None."""
+        if heads.latent_dim is not None and not self.latent:
+            return "layers:latent"
         if dtype not in self.dtypes:
             return f"dtype:{str(dtype).removeprefix('torch.')}"
+        if kv_dtype is not None and kv_dtype not in (dtype, *self.kv_dtypes):
+            return kv_dtype_label(kv_dtype)
         for name, (least, most) in (("head_dim", self.head_dims), ("group_size", self.group_sizes)):
             if not least <= getattr(heads, name) <= most:
                 return f"{name}:{getattr(heads, name)}"
@@ -29,30 +62,152 @@ class Capabilities:
     def describe(self) -> str:
         """Say which models can be run."""
         dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+        least, most = self.head_dims
+        dims = "any number of" if most == ANY_DIM else f"{least} to {most}"
         return (
-            f"{', '.join(dtypes)}; heads of {self.head_dims[0]} to {self.head_dims[1]} dimensions; "
+            f"{', '.join(dtypes)}; heads of {dims} dimensions; "
             f"{self.group_sizes[0]} to {self.group_sizes[1]} query heads per KV head"
         )
 
 
-class KernelBackend(Protocol):
-    """Kernels over one layout of a plan's words, for one head configuration.
+class KernelBackend:
+    """Runs plans of one head configuration; a backend adds forward().
 
-    A workspace is one of the backend's own new_workspace(), a plan one of its family's planner.
+    tile_rows  rows of the tiles of plans that it runs
+    num_sms    CTAs that its kernel has at once, as the planner counts them
+    part_tokens  KV positions of a part of aligned plans, whose results do not depend on what else a
+                 batch holds; 0: it runs plans that are not aligned
+
+    splits_nodes says whether it merges results by query, so that plans may split nodes off.
+
     Everything runs on the current stream; nothing synchronises. append() and forward() may be
     captured in a CUDA graph that later plans of the same workspace reuse.
     """
 
-    layout_version: ClassVar[int]
     capabilities: ClassVar[Capabilities]
+    splits_nodes: ClassVar[bool] = False
+
+    def __init__(
+        self, heads: HeadConfig, dtype: torch.dtype, device: torch.device,
+        tile_rows: int, num_sms: int, part_tokens: int = 0,
+    ):  # fmt: skip
+        self.heads, self.tile_rows, self.num_sms = heads, tile_rows, num_sms
+        self.part_tokens = part_tokens
+        self.dtype, self.device = dtype, device
+        self._written = True  # by a fill or append, since the last launch
+
+    def planner(
+        self,
+        rates: KernelRates,
+        *,
+        strategy: str = CALIBRATED,
+        headroom: int = 64,
+        capacity: Capacity = UNLIMITED,
+    ) -> Planner:
+        """Make what plans for this kernel by its rates. Raises ValueError as Planner."""
+        return Planner(
+            self.heads,
+            num_sms=self.num_sms,
+            rates=rates,
+            headroom=headroom,
+            capacity=capacity,
+            tile_rows=self.tile_rows,
+            strategy=strategy,
+            splits_nodes=self.splits_nodes,
+            part_tokens=self.part_tokens,
+        )
+
+    def server_capacity(
+        self, max_batch: int, max_tokens: int, headroom: int, longest: int | None = None
+    ) -> Capacity:
+        """Return enough for max_batch requests over max_tokens KV slots, each of up to `longest`
+        tokens.
+
+        In the widest tiles every slot, as often as there are tiles that may read it, up to _READS
+        times or _LEAST_READS in all: the planner takes wider tiles before a step goes to stock
+        kernels. Headroom and unfilled blocks for every request, and six runs of KV per request on
+        average. Where nodes are split off, as many as there are requests, and _PLACES partial
+        results per request on average.
+        """
+        if self.part_tokens:
+            return self._aligned_capacity(max_batch, max_tokens, headroom, longest or max_tokens)
+        # the planner's split tiles have at most about as many parts as there are SMs for a head
+        parts = 2 * (self.num_sms // self.heads.num_kv_heads + 1)
+        items = max_batch + parts
+        partials = triton.cdiv(parts * self.tile_rows, self.heads.group_size)
+        places = 0
+        if self.splits_nodes:
+            items += max_batch
+            places = _PLACES * max_batch
+        tiles = triton.cdiv(max_batch, W.queries_per_tile(self.heads.group_size, self.tile_rows))
+        reads = min(tiles * max_tokens, max(_READS * max_tokens, _LEAST_READS))
+        # besides whole blocks a tile has one that is masked, one of growth and its first blocks
+        blocks = triton.cdiv(reads + headroom * max_batch, W.BLOCK)
+        blocks += (2 + W.PRE) * items + W.PRE
+        segments = 2 * (6 * max_batch) + 2 * items
+        return Capacity(
+            words=W.HEADER_WORDS
+            + items * (W.item_words(self.heads.group_size, self.tile_rows) + 2)
+            + 2 * blocks
+            + max_batch * (W.GROWTH_WORDS + W.MERGE_WORDS)
+            + places
+            + segments * W.SEGMENT_WORDS,
+            index_slots=blocks * W.BLOCK,
+            partials=partials + places,
+        )
+
+    def _aligned_capacity(
+        self, max_batch: int, max_tokens: int, headroom: int, longest: int
+    ) -> Capacity:
+        """Return enough for any batch in the widest tiles: no step may go to stock kernels, and
+        how many parts a tile has follows from its longest request."""
+        wide = W.queries_per_tile(self.heads.group_size, self.tile_rows)
+        tiles, longest = triton.cdiv(max_batch, wide), min(longest, max_tokens)
+        parts = tiles * triton.cdiv(longest + headroom, self.part_tokens)
+        items = max_batch + parts
+        reads = tiles * min(max_tokens, wide * longest)
+        # every request has a block that is not full, and one more for each that it grows into
+        own = max_batch * (2 + triton.cdiv(headroom, W.BLOCK))
+        blocks = triton.cdiv(reads, W.BLOCK) + own + (1 + W.PRE) * items + W.PRE
+        runs = 6 * max_batch + triton.cdiv(reads, self.part_tokens)
+        return Capacity(
+            words=W.HEADER_WORDS
+            + items * (W.item_words(self.heads.group_size, self.tile_rows) + 2)
+            + 2 * (blocks + own)
+            + max_batch * W.GROWTH_WORDS
+            + (3 * runs + items) * W.SEGMENT_WORDS,
+            index_slots=blocks * W.BLOCK,
+            partials=triton.cdiv(parts * self.tile_rows, self.heads.group_size),
+        )
+
+    def workspace_bytes(self, capacity: Capacity) -> int:
+        """Count the bytes that new_workspace allocates."""
+        made = self._allocate(capacity, torch.device("meta"))
+        return sum(tensor.nbytes for tensor in vars(made).values())
 
     def new_workspace(self, capacity: Capacity) -> Workspace:
         """Allocate the memory that all plans of this backend are loaded into."""
+        return self._allocate(capacity, self.device)
+
+    def _allocate(self, capacity: Capacity, device: torch.device) -> Workspace:
+        # every CTA asks for its first blocks' slots before it knows whether it has an item, one
+        # without reads the first item's words, and flags are read two words behind an item's last
+        first_blocks = W.PRE * (self.num_sms // self.heads.num_kv_heads + 2) * W.BLOCK
+        first_words = W.HEADER_WORDS + W.item_words(self.heads.group_size, self.tile_rows)
+        sized = Capacity(
+            max(capacity.words, first_words) + 2,
+            max(capacity.index_slots, first_blocks),
+            max(capacity.partials, 1),
+        )
+        # partial results in half precision would round a row by how it is split
+        exact = bool(self.part_tokens) or self.dtype == torch.float32
+        partials = torch.float32 if exact else torch.float16
+        return Workspace.allocate(sized, self.heads, partials, device, self.tile_rows)
 
     def fill(
         self,
-        workspace: Any,
-        plan: StepPlan,
+        workspace: Workspace,
+        plan: Plan,
         req_to_token: torch.Tensor,
         req_pool_indices: torch.Tensor,
     ) -> None:
@@ -60,12 +215,57 @@ class KernelBackend(Protocol):
 
         req_to_token int32 [rows, positions], req_pool_indices int [>= B] row of each request.
         """
+        self._written = True
+        segments = int(plan.words[W.H_NUM_SEGMENTS])
+        if segments:
+            fill_blocks_kernel[(segments, min(64, triton.cdiv(plan.longest, _FILL_STEP)))](
+                workspace.words, req_to_token, req_pool_indices, workspace.kv_indices,
+                workspace.keys, req_to_token.stride(0), STEP=_FILL_STEP,
+            )  # fmt: skip
 
-    def append(self, workspace: Any, seq_lens: torch.Tensor, out_cache_loc: torch.Tensor) -> None:
+    def check(self, plan: Plan) -> None:
+        """Raise ValueError for a plan that is not for this kernel."""
+        version = int(plan.words[W.H_VERSION])
+        if version != W.VERSION:
+            raise ValueError(f"the plan's words have layout {version}, kernels read {W.VERSION}")
+        rows = int(plan.words[W.H_TILE_ROWS])
+        if rows != self.tile_rows:
+            raise ValueError(f"the plan's tiles have {rows} rows, the kernel's {self.tile_rows}")
+        part_tokens = int(plan.words[W.H_PART_TOKENS])
+        if part_tokens != self.part_tokens:
+            raise ValueError(
+                f"the plan's parts have {part_tokens} positions, the kernel's {self.part_tokens} "
+                "(0: plans that are not aligned)"
+            )
+        if plan.words[W.H_MERGES] and not self.splits_nodes:
+            raise ValueError("the plan splits nodes off, and the kernel does not merge by query")
+
+    def append(
+        self, workspace: Workspace, seq_lens: torch.Tensor, out_cache_loc: torch.Tensor
+    ) -> None:
         """Write the newest slot of each request, out_cache_loc int [>= B], at seq_lens - 1.
 
         Idempotent.
         """
+        self._written = True
+        append_token_kernel[(1,)](
+            workspace.words, seq_lens, out_cache_loc, workspace.kv_indices, workspace.keys,
+            STEP=1024,
+        )  # fmt: skip
 
-    def forward(self, workspace: Any, layer: LayerParams) -> None:
+    @staticmethod
+    def _arguments(workspace: Workspace, layer: LayerParams) -> tuple:
+        """What both Triton kernels take before their constants, in their order."""
+        caches = layer.k_cache, layer.v_cache
+        return (
+            layer.q, *caches, layer.out,
+            workspace.partial_state if layer.out_lse is None else layer.out_lse,
+            workspace.partial_out, workspace.partial_state, workspace.tickets, workspace.words,
+            workspace.kv_indices, workspace.keys, layer.sinks,
+            *(tensor.stride(0) for tensor in (layer.q, *caches, layer.out)),
+            layer.sm_scale * layer.k_scale, layer.soft_cap, layer.v_scale,
+        )  # fmt: skip
+
+    def forward(self, workspace: Workspace, layer: LayerParams) -> None:
         """Compute attention of one layer; padding rows stay as they are."""
+        raise NotImplementedError

@@ -1,1 +1,0 @@
-"""Attention of several tokens a request: see __main__.py."""

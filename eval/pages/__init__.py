@@ -1,0 +1,1 @@
+"""The tables of the pages, each from result files."""

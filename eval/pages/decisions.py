@@ -1,0 +1,110 @@
+"""Tables of the policy and the predictions that it rests on, of the papers, and of the files."""
+
+from __future__ import annotations
+
+import re
+
+from eval.markdown import table
+from eval.pages.results import FOLDER, load, place, rows, source
+from eval.papers import paper_tables
+from eval.policy_holdout.regret import is_slower, is_unshared_slower
+
+# Judged batches of each file; those of head dim 256 on an H200 before its calibration are left out.
+POLICY = ("policy_h200_fresh", "policy_h200", "policy_h100_row_tiles", "policy_h100_8-1",
+          "policy_h100_16-2", "policy_h100_8-2", "policy_h100_16-8", "policy_h100_32-32",
+          "policy_h100_32-8-64", "policy_h100_16-8-256", "policy_h100_16-2-256")  # fmt: skip
+PAPERS = ("papers_kernels_h200", "papers_ablations_h200", "papers_traces_h200",
+          "papers_overhead_h200")  # fmt: skip
+SLOWER_THAN_FA3 = 1.03
+
+
+def policy() -> str:
+    """Regret of the decisions on held-out batches, and the predictions' errors there."""
+    lines = []
+    for name in POLICY:
+        meta, summary = load(name)["meta"], load(name)["summary"]
+        every, setup = summary["all"], meta["setup"]
+        seeds = setup["seeds"]
+        errors = (f"{100 * summary['prediction'][of]['rms']:.0f} %" for of in ("stock", "prefix"))
+        slower = sum(is_slower(row) or is_unshared_slower(row) for row in _measured(name))
+        lines.append((
+            place(name).partition(",")[0], setup["heads"], setup["head_dim"],
+            f"{every['batches']} ({seeds[0]}-{seeds[-1]})", f"{every['prefix_chosen']}",
+            f"{every['regret']:.4f}", f"{every['worst']:.2f}", slower,
+            f"{every['over_stock']:.2f}", *errors,
+        ))  # fmt: skip
+    columns = ("GPU", "heads", "head dim", "batches (seeds)", "prefix chosen", "regret", "worst",
+               "slower", "over FlashInfer", "FlashInfer's time off by", "ours off by")  # fmt: skip
+    return f"{table(columns, lines)}\n\n{source(*POLICY)}"
+
+
+def against_fa3() -> str:
+    """Batches on which the kernels that the policy picks are slower than FlashAttention 3."""
+    by: dict[tuple, dict[str, dict]] = {}
+    for row in rows("papers_kernels_h200"):
+        if row.get("us"):
+            case = (row["experiment"], row["batch"], row["heads"], row["page_size"])
+            by.setdefault(case, {})[row["provider"]] = row
+    lines, judged = [], 0
+    for (_, batch, heads, _), times in by.items():
+        if not {"prefix", "flashinfer", "fa3"} <= times.keys():
+            continue
+        judged += 1
+        runs = "prefix" if times["prefix"]["server_runs"] == "prefix" else "flashinfer"
+        ratio = times[runs]["us"] / times["fa3"]["us"]
+        if ratio > SLOWER_THAN_FA3:
+            lines.append((f"`{batch}`", heads, runs, f"{times['fa3']['us']:.1f}",
+                          f"{times[runs]['us']:.1f}", f"{ratio:.2f}"))  # fmt: skip
+    columns = ("batch", "heads", "picked", "FlashAttention 3, us", "picked, us", "ratio")
+    return (
+        f"Slower by more than {100 * SLOWER_THAN_FA3 - 100:.0f} %: {len(lines)} of {judged} "
+        f"batches.\n\n{table(columns, lines)}\n\n{source('papers_kernels_h200')}"
+    )
+
+
+def row_tile_rates() -> str:
+    """Errors of the time model of plans for heads that were left out of its fit."""
+    files = ("row_tile_fit_h100", "row_tile_fit_h200", "row_tile_fit_h100_256",
+             "row_tile_fit_h200_256")  # fmt: skip
+    lines = []
+    for name in files:
+        found = rows(name)
+        gpu = "H100" if "h100" in name else "H200"
+        head_dim = 256 if name.endswith("256") else 128
+        cuts = sum(row["samples"] for row in found)
+        errors = [row["error of left out"] for row in found]
+        regrets = [row["regret of left out"] for row in found]
+        lines.append((gpu, head_dim, len(found), cuts,
+                      f"{100 * min(errors):.0f} to {100 * max(errors):.0f} %",
+                      f"{min(regrets):.4f} to {max(regrets):.4f}", f"`{name}.json`"))  # fmt: skip
+    columns = ("GPU", "head dim", "heads tried", "cuts", "error", "regret of the cut", "file")
+    return table(columns, lines)
+
+
+def experiments() -> str:
+    """Tabulate each paper's numbers and ours, with the commands and what they leave out."""
+    every = [row for name in PAPERS for row in rows(name)]
+    return f"{paper_tables.markdown(every)}\n\n{source(*PAPERS)}"
+
+
+def index() -> str:
+    """Where each result file comes from: eval/results/README.md."""
+    lines = []
+    for path in sorted(FOLDER.glob("*.json")):
+        meta = load(path.stem)["meta"]
+        versions = [meta["versions"].get(package) or "-" for package in ("sglang", "triton")]
+        commit = meta["commit"][:7] + (", local changes" if meta["dirty"] else "")
+        gpu = (meta["gpu"] or "CPU").removeprefix("NVIDIA ").partition(" ")[0]
+        lines.append((f"`{path.name}`", gpu, ", ".join(versions), commit, meta["date"][:10],
+                      f"`{shortened(meta['command'], path.name)}`"))  # fmt: skip
+    return table(("file", "GPU", "SGLang, Triton", "commit", "date", "command"), lines)
+
+
+def shortened(command: str, name: str) -> str:
+    """Leave out what the page says of every command: `python -m`, and `--json` with its file."""
+    rest = re.sub(rf" --json (\S*/)?{re.escape(name)}(?= |$)", "", command)
+    return rest.replace("python -m eval.", "eval.")
+
+
+def _measured(name: str) -> list[dict]:
+    return [row for row in rows(name) if row["error"] is None]

@@ -1,0 +1,134 @@
+"""Tables of engines: time per token, first tokens, a trace, host time, outputs."""
+
+from __future__ import annotations
+
+from eval.bench_trace.replay_figures import METRICS, summarize
+from eval.markdown import table
+from eval.pages.results import load, place, rows, source, span
+
+SHAPES = ("models_qwen3-8b", "models_qwen2.5-7b", "models_glm4.5-air_tp8",
+          "models_llama3.1-70b_tp8", "models_qwen3-30b-a3b_tp4")  # fmt: skip
+ENGINES = ("engine_h100_sglang_0.5.17", "engine_h200_sglang_0.5.17", "engine_h200_sglang_0.5.23")
+SPECULATIVE = ("speculative_h100", "speculative_border_h100", "speculative_unshared_h100",
+               "speculative_h200")  # fmt: skip
+
+
+def token_times() -> str:
+    """TPOT of FlashInfer's engine and of one with our decode, prefill by FlashInfer in both."""
+    lines = []
+    for name in (*ENGINES, *SHAPES):
+        stock = {row["workload"]: row for row in rows(name) if row["backend"] == "flashinfer"}
+        for row in rows(name):
+            if row["backend"] == "flashinfer":
+                continue
+            prompt = f"{row['shared']} + {row['private']}"
+            times = (f"{r['tpot_ms']:.2f}" for r in (stock[row["workload"]], row))
+            lines.append((load(name)["meta"]["model_shape"], place(name), row["batch"], prompt,
+                          *times, f"{row['ratio']:.3f}"))  # fmt: skip
+    columns = ("model shape", "GPU", "requests", "shared + own", "FlashInfer, ms", "prefix, ms",
+               "ratio")  # fmt: skip
+    return f"{table(columns, lines)}\n\n{source(*ENGINES, *SHAPES)}"
+
+
+def speculative() -> str:
+    """TPOT where chains of drafts are verified, and the share of steps over plans."""
+    lines = []
+    for name in SPECULATIVE:
+        stock, own = rows(name)
+        steps = own["verify_steps"]
+        planned = sum(n for reason, n in steps.items() if reason.startswith("prefix"))
+        lines.append((
+            place(name), own["batch"], f"{own['shared']} + {own['private']}",
+            f"`{stock['backend']}` {stock['tpot_ms']:.2f}", f"`{own['backend']}` "
+            f"{own['tpot_ms']:.2f}", f"{own['ratio']:.3f}", f"{planned} of {sum(steps.values())}",
+        ))  # fmt: skip
+    columns = ("GPU", "requests", "shared + own", "stock, ms", "plans, ms", "ratio",
+               "verified over plans")  # fmt: skip
+    return f"{table(columns, lines)}\n\n{source(*SPECULATIVE)}"
+
+
+def first_tokens() -> str:
+    """Time to the first tokens of a batch, packed prefill over FlashAttention 3's."""
+    files = ("ttft_h100", "ttft_h200", "ttft_unshared_h100")
+    lines = []
+    for name in files:
+        own = [row for row in rows(name) if row["backend"] == "prefix/prefix"]
+        stock = [row["ttft_ms"] for row in rows(name) if row["backend"] == "fa3/prefix"]
+        groups = ", ".join(str(row["group"]) for row in own)
+        times = (span(found, ".0f") for found in (stock, [row["ttft_ms"] for row in own]))
+        ratios = ", ".join(f"{row['ratio']:.3f}" for row in own)
+        lines.append((place(name), own[0]["requests"], groups, *times, ratios))
+    columns = ("GPU", "requests", "in groups of", "FlashAttention 3, ms", "plans, ms", "ratios")
+    return f"{table(columns, lines)}\n\n{source(*files)}"
+
+
+def trace() -> str:
+    """A trace that shares little: ratios of each request's times, with 95 % intervals."""
+    files = ("trace_h200_fa3", "trace_h100")
+    lines = []
+    for name in files:
+        entries = summarize(rows(name))
+        for entry in entries:
+            if entry["ttft_ms"]["ratio"]:
+                ratios = (str(entry[metric]["ratio"]) for metric in METRICS)
+                lines.append((place(name), f"`{entries[0]['backend']}`", f"{entry['rate']:g}",
+                              *ratios))  # fmt: skip
+    columns = ("GPU", "over", "requests/s", "TTFT", "TPOT")
+    return f"{table(columns, lines)}\n\n{source(*files)}"
+
+
+def host_time() -> str:
+    """Host time of steady steps and new plans in engines."""
+    files = ("engine_h100_sglang_0.5.17", "engine_h200_sglang_0.5.23", "engine_pdl_h200")
+    lines = []
+    for name in files:
+        hosts = [row["host"] for row in rows(name) if row["host"] and row["host"]["steady_us"]]
+        steady = span([host["steady_us"] for host in hosts], ".0f")
+        plans = span([host["plan_ms_mean"] for host in hosts], ".2f")
+        lines.append((place(name), f"`{name}.json`", steady, plans))
+    return table(("GPU's host", "file", "steady step, us", "new plan, ms"), lines)
+
+
+def outputs() -> str:
+    """Errors of attention in running engines against float64 attention over the same KV."""
+    lines = []
+    for backend in ("prefix", "flashinfer"):
+        found = [row for row in rows("layers_h100") if row["backend"] == backend]
+        errors = (span([row[name]["norm"] for row in found], ".2e")
+                  for name in ("error", "error_torch"))  # fmt: skip
+        lines.append((f"`{backend}`", "none", *errors))
+    faults = {"swap_tails": "two tails swapped", "skip_append": "a token not appended",
+              "drop_node": "a node left out"}  # fmt: skip
+    for fault, title in faults.items():
+        errors = [row["error"]["norm"] for row in rows(f"layers_h100_{fault}")]
+        torch = [row["error_torch"]["norm"] for row in rows(f"layers_h100_{fault}")]
+        lines.append(("`prefix`", title, span(errors, ".2e"), span(torch, ".2e")))
+    columns = ("backend", "planted fault", "relative error", "low-precision torch's")
+    names = ("layers_h100", *(f"layers_h100_{fault}" for fault in faults))
+    return f"{table(columns, lines)}\n\n{source(*names)}"
+
+
+def logprobs() -> str:
+    """Log-probabilities along the greedy tokens of FlashInfer's engine."""
+    titles = {"shared": "one shared prefix", "three_levels": "three levels"}
+    lines = [
+        (titles[row["scenario"]], f"`{row['backend']}`", row["tokens"], f"{row['mean']:.3f}",
+         f"{row['equal_greedy']:.3f}")
+        for row in rows("logprobs_h100")
+    ]  # fmt: skip
+    columns = ("load", "backend", "tokens", "mean difference in nats", "equal greedy tokens")
+    return f"{table(columns, lines)}\n\n{source('logprobs_h100')}"
+
+
+def real_text() -> str:
+    """Log-probabilities of SmolLM2 along torch_native's greedy tokens, with and without faults."""
+    faults = {"skip_append": "the newest token left out", "drop_node": "a node left out",
+              "swap_tails": "two tails swapped"}  # fmt: skip
+    names = {"logprobs_smollm2_cpu": "-"} | {f"logprobs_smollm2_{f}": t for f, t in faults.items()}
+    lines = [
+        (row["scenario"], fault, row["tokens"], f"{row['mean']:.2g}", f"{row['equal_greedy']:.3f}")
+        for name, fault in names.items()
+        for row in rows(name)
+    ]
+    columns = ("load", "planted fault", "tokens", "mean difference in nats", "equal greedy tokens")
+    return f"{table(columns, lines)}\n\n{source(*names)}"

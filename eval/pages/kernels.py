@@ -1,0 +1,185 @@
+"""Tables of kernels: one layer's attention."""
+
+from __future__ import annotations
+
+from statistics import geometric_mean
+
+from eval.bench_kernel import over_floor
+from eval.markdown import table
+from eval.pages.results import load, place, rows, source, span
+
+H100, H200, PORTABLE = "kernel_h100_row_tiles", "kernel_h200_pat20", "portable_h100"
+NAMES = {
+    "prefix": "Hopper kernel", "prefix:portable": "portable kernel", "pat": "PAT",
+    "fasttree": "FastTree", "flashinfer": "FlashInfer", "fa3": "FlashAttention 3",
+    "batchattn": "FlashInfer BatchAttention", "cascade": "FlashInfer cascade",
+    "best stock": "the best of SGLang's for each tree",
+}  # fmt: skip
+HEADS = ("kernel_h100_slices", "kernel_h100_16-8", "kernel_h100_32-32", "kernel_h100_32-4")
+E4M3 = ("kernel_h100_e4m3", "kernel_h100_e4m3_heads", "kernel_h100_e4m3_again")
+WIDE_HEADS = ("kernel_h100_256", "kernel_h200_256")
+
+
+def over_the_floor() -> str:
+    """Geometric means of time / floor over the 20 trees, on either GPU."""
+    h100, h200, portable = (
+        {entry["provider"]: entry for entry in over_floor.means(_trees(name))}
+        for name in (H100, H200, PORTABLE)
+    )
+    lines = [
+        (title, *(_mean(by.get(name), field) for by in (portable | h100, h200)
+                  for field in ("all", "sharing")))
+        for name, title in NAMES.items()
+    ]  # fmt: skip
+    columns = ("kernels", "H100", "with sharing", "H200", "with sharing")
+    return f"{table(columns, lines)}\n\n{source(H100, H200, PORTABLE)}"
+
+
+def by_tree() -> str:
+    """Microseconds per layer of each tree on an H100, and how much longer the fastest peer takes
+    on either GPU."""
+    names = ("prefix", "flashinfer", "fa3", "fasttree", "pat")
+    both = [_trees(name) for name in (H100, H200)]
+    lines = []
+    for tree, by in both[0].items():
+        floor = next(iter(by.values()))["floor_us"]
+        times = ("-" if by[name]["us"] is None else f"{by[name]['us']:.1f}" for name in names)
+        ratios = (over_floor.ratio_to_peer(trees[tree], "prefix") for trees in both)
+        lines.append((f"`{tree}`", f"{floor:.0f}", *times, *(f"{ratio:.2f}" for ratio in ratios)))
+    columns = ("tree", "floor", *(NAMES[name] for name in names), "peer, H100", "peer, H200")
+    return f"{table(columns, lines)}\n\n{source(H100, H200)}"
+
+
+def long_contexts() -> str:
+    """Trees with little or no sharing: the fastest peer's time over ours."""
+    files = ("kernel_h100_long", "kernel_h200_long")
+    found = [_trees(name) for name in files]
+    lines = [
+        (f"`{tree}`", *(cell for trees in found for cell in _against_peer(trees[tree])))
+        for tree in found[0]
+    ]
+    columns = [f"{gpu}: {what}" for gpu in ("H100", "H200")
+               for what in ("Hopper kernel, us", "fastest peer", "over ours")]  # fmt: skip
+    return f"{table(('tree', *columns), lines)}\n\n{source(*files)}"
+
+
+def other_heads() -> str:
+    """Time / floor of other heads, and the fastest peer's time over ours from tree to tree."""
+    lines = []
+    for name in (*HEADS, *WIDE_HEADS):
+        for (heads, head_dim, _, _), trees in over_floor.group(rows(name)).items():
+            means = {entry["provider"]: entry for entry in over_floor.means(trees)}
+            own = "prefix" if "prefix" in means else "prefix:row_tiles"
+            peers = [over_floor.ratio_to_peer(by, own) for by in trees.values()]
+            cells = (
+                f"{means[p]['all']:.2f}" if p in means else "-" for p in (own, "pat", "best stock")
+            )
+            ratios = span(peers, ".2f") if None not in peers else "-"
+            gpu = place(name).partition(",")[0]
+            lines.append((heads, head_dim, gpu, len(trees), *cells, ratios))
+    columns = ("heads", "head dim", "GPU", "trees", "Hopper kernel", "PAT", "best of SGLang's",
+               "fastest peer / ours")  # fmt: skip
+    return f"{table(columns, lines)}\n\n{source(*HEADS, *WIDE_HEADS)}"
+
+
+def narrow_kv() -> str:
+    """Time over caches of float8_e4m3fn in units of our own over bfloat16 ones, from tree to tree,
+    and the fastest peer's over e4m3 caches in units of ours."""
+    lines = []
+    for name in E4M3:
+        by: dict[str, dict[str, dict]] = {}
+        for (heads, _, _, dtype), trees in over_floor.group(rows(name)).items():
+            by.setdefault(heads, {})[dtype] = trees
+        for heads, found in by.items():
+            wide, narrow = found["bf16"], found["fp8_e4m3"]
+            times = [narrow[tree]["prefix"]["us"] / wide[tree]["prefix"]["us"] for tree in wide]
+            peers = [over_floor.ratio_to_peer(trees, "prefix") for trees in narrow.values()]
+            errors = (
+                max(trees[p]["error"] for trees in narrow.values())
+                for p in ("prefix", "flashinfer", "fa3")
+                if p in next(iter(narrow.values()))
+            )
+            lines.append((
+                heads, load(name)["meta"]["commit"], f"{geometric_mean(times):.3f}",
+                span(times, ".2f"), "-" if None in peers else span(peers, ".2f"),
+                ", ".join(f"{error:.1e}" for error in errors),
+            ))  # fmt: skip
+    columns = ("heads", "commit", "e4m3 over bf16", "of a tree", "fastest peer / ours",
+               "errors: ours, FlashInfer's, FlashAttention 3's")  # fmt: skip
+    return f"{table(columns, lines)}\n\n{source(*E4M3)}"
+
+
+def ablations() -> str:
+    """Each ablation's time over that of what it changes: mean, least and largest of a tree."""
+    cases = [(name, "calibrated", ("ablate_h200",)) for name in (
+        "pat", "compute", "naive", "query", "tile_128", "tile_64", "no_split", "mean_split",
+        "separate_merge", "dependent_launch", "prefetch",
+    )]  # fmt: skip
+    unshared = ("ablate_unshared_h200",)
+    groups = tuple(f"ablate_unshared_h100_{heads}" for heads in ("32-32", "40-8", "28-4"))
+    cases += [
+        ("dynamic_queue", "separate_merge", ("ablate_queue_h200",)),
+        ("prefetch", "calibrated", unshared),
+        ("prefetch", "calibrated", groups),
+    ]
+    lines = []
+    for name, base, files in cases:
+        ratios = [ratio for file in files for ratio in _over(rows(file), name, base)]
+        batches = ("20 trees" if files[0] in ("ablate_h200", "ablate_queue_h200")
+                   else f"{len(ratios)} without sharing")  # fmt: skip
+        gpu = place(files[0]).partition(",")[0]
+        mean = f"{geometric_mean(ratios):.3f}"
+        lines.append((f"`{name}`", f"`{base}`", gpu, batches, mean, span(ratios, ".2f")))
+    columns = ("ablation", "over", "GPU", "batches", "mean", "of a batch")
+    return (
+        f"{table(columns, lines)}\n\n"
+        f"{source('ablate_h200', 'ablate_queue_h200', *unshared, *groups)}"
+    )
+
+
+def several_tokens() -> str:
+    """Plans of several tokens a request, and how much longer stock kernels take."""
+    files = ("multi_token_h100", "multi_token_h200")
+    by: list[dict] = [{}, {}]
+    for times, name in zip(by, files, strict=True):
+        for row in rows(name):
+            times.setdefault(row["workload"], {})[row["provider"]] = row["us"]
+    lines = []
+    for workload in by[0]:
+        cells = []
+        for times in by:
+            own = times[workload]
+            stock = (f"{own[p] / own['prefix']:.2f}" for p in ("flashinfer:fa2", "fa3"))
+            cells += [f"{own['prefix']:.1f}", *stock]
+        lines.append((f"`{workload}`", *cells))
+    columns = [f"{gpu}: {what}" for gpu in ("H100", "H200")
+               for what in ("Hopper kernel, us", "FlashInfer", "FlashAttention 3")]  # fmt: skip
+    return f"{table(('workload', *columns), lines)}\n\n{source(*files)}"
+
+
+def _trees(name: str) -> dict[str, dict[str, dict]]:
+    (trees,) = over_floor.group(rows(name)).values()
+    return trees
+
+
+def _mean(entry: dict | None, field: str) -> str:
+    if entry is None:
+        return "-"
+    full = entry["num_" + field] in (20, 18)
+    return f"{entry[field]:.2f}" + ("" if full else f" ({entry['num_' + field]} trees)")
+
+
+def _against_peer(by: dict[str, dict]) -> tuple[str, str, str]:
+    peers = {name: row["us"] for name, row in by.items() if not over_floor.is_ours(name)}
+    fastest = min(peers, key=lambda name: peers[name])
+    own = by["prefix"]["us"]
+    return f"{own:.1f}", NAMES[fastest], f"{peers[fastest] / own:.2f}"
+
+
+def _over(results: list[dict], name: str, base: str) -> list[float]:
+    times = {(row["tree"], row["heads"], row["ablation"]): row["us"] for row in results}
+    return [
+        us / times[tree, heads, base]
+        for (tree, heads, ablation), us in times.items()
+        if ablation == name
+    ]

@@ -1,0 +1,135 @@
+"""Tables of servers under load and of agent programs."""
+
+from __future__ import annotations
+
+from statistics import geometric_mean
+
+from eval.bench_agents.agent_tables import wall_ratios
+from eval.bench_serving.rates import OFFLINE
+from eval.bench_serving.serving_row import by_run, latency, median
+from eval.markdown import table
+from eval.pages.results import place, rows, source
+
+# Label of a machine -> its files: servers of one machine have the same host.
+FILES = {
+    "serving_h200": "H200", "serving_rates_h200": "H200", "serving_loads_h200": "H200",
+    "serving_h100": "H100 A", "serving_loads_h100": "H100 B", "serving_rates_h100": "H100 C",
+    "serving_interval_h100": "H100 D, ten tokens at a time", "serving_repeated_h100": "H100 E",
+}  # fmt: skip
+README_ROWS = (
+    ("serving_h200", "gsp", "32 groups of 16 prompts with 2048 tokens in common"),
+    ("serving_h100", "gsp", "the same"),
+    ("serving_h200", "grpo16", "16 samples of each of 16 prompts"),
+    ("serving_loads_h100", "grpo16", "the same, on a slow host"),
+    ("serving_h200", "fewshot", "128 questions after 6000 tokens of examples"),
+    ("serving_h200", "conversation", "384 users below a system prompt of three levels"),
+    ("serving_rates_h100", "conversation", "the same"),
+    ("serving_h200", "agent", "160 requests below 16 tool prompts"),
+    ("serving_h200", "unshared", "192 prompts with nothing in common"),
+)
+TITLES = {"default": "default", "flashinfer": "FlashInfer"}
+STOCK = tuple(TITLES)
+
+
+def readme() -> str:
+    """Output tokens/s of the default, of the best stock backend and of prefix."""
+    spread = _spread()
+    lines = []
+    for name, load, title in README_ROWS:
+        served = {backend: _tokens(own) for backend, own in _runs(name)[load, "inf"].items()}
+        stock = {backend: served[backend] for backend in STOCK if backend in served}
+        best = max(stock, key=lambda backend: stock[backend])
+        gain = served["prefix"] / stock[best]
+        verdict = "no difference" if abs(gain - 1) < spread else f"{gain:.2f}x"
+        lines.append((title, place(name), f"{served['default']:,.0f}",
+                      f"{stock[best]:,.0f} ({TITLES[best]})",
+                      f"{served['prefix']:,.0f} ({verdict})"))  # fmt: skip
+    columns = ("load", "measured on", "SGLang's default", "best SGLang backend", "prefix")
+    return (
+        f"{table(columns, lines)}\n\n"
+        "Output tokens/s of one server, all requests at once; the factor is over the best SGLang "
+        f"backend. Two servers of one backend differ by up to {100 * spread:.1f} %: less than that "
+        f"is no difference. {source(*dict.fromkeys(row[0] for row in README_ROWS))}"
+    )
+
+
+def loads() -> str:
+    """All loads sent at once, or offline: output tokens/s and the time per token."""
+    lines = []
+    for name, machine in FILES.items():
+        for (load, rate), backends in _runs(name).items():
+            if rate not in ("inf", OFFLINE):
+                continue
+            served = {backend: _tokens(own) for backend, own in backends.items()}
+            stock = max(served[backend] for backend in STOCK if backend in served)
+            cells = (f"{served[b]:.0f}" if b in served else "-" for b in (*STOCK, "prefix"))
+            ratios = (f"{served['prefix'] / of:.2f}" for of in (served["default"], stock))
+            title = f"`{load}`" + (", offline" if rate == OFFLINE else "")
+            steps = median(backends["prefix"], lambda row: row["prefix_share"])
+            lines.append((title, machine, *cells, *ratios, _over_default(backends, "p50"),
+                          f"{steps:.0%}"))  # fmt: skip
+    columns = ("load", "machine", *STOCK, "prefix", "over default", "over the better",
+               "TPOT p50 over default", "prefix steps")  # fmt: skip
+    return f"{table(columns, lines)}\n\n{source(*FILES)}"
+
+
+def rates() -> str:
+    """Loads at a share of what the default serves: times over the default's."""
+    lines, files = [], []
+    for name, machine in FILES.items():
+        for (load, rate), backends in _runs(name).items():
+            if not rate.endswith("%"):
+                continue
+            files.append(name)
+            asked = backends["default"][0]["asked_requests_per_s"]
+            times = (_over_default(backends, at, metric) for metric, at in
+                     (("ttft_ms", "p50"), ("tpot_ms", "p50"), ("tpot_ms", "p99")))  # fmt: skip
+            lines.append((f"`{load}`", machine, f"{asked:.1f} ({rate})", *times))
+    columns = ("load", "machine", "requests/s", "TTFT p50", "TPOT p50", "TPOT p99")
+    return f"{table(columns, lines)}\n\n{source(*dict.fromkeys(files))}"
+
+
+def agents() -> str:
+    """Wall time of agent programs, and its ratio to the faster stock backend's."""
+    files = ("agents_h200", "agents_h100")
+    ratios = [wall_ratios(rows(name)) for name in files]
+    programs = list(dict.fromkeys(row["program"] for row in rows(files[0])))
+    lines = [
+        (f"`{program}`", *(f"{by[program, backend]:.2f}" for by in ratios
+                           for backend in ("default", "prefix")))
+        for program in programs
+    ]  # fmt: skip
+    means = (f"{geometric_mean(by[program, backend] for program in programs):.2f}"
+             for by in ratios for backend in ("default", "prefix"))  # fmt: skip
+    columns = ("program", *(f"{place(name).partition(',')[0]}: {backend}" for name in files
+                            for backend in ("default", "prefix")))  # fmt: skip
+    count = rows(files[0])[0]["count"]
+    return (
+        f"{table(columns, [*lines, ('geometric mean', *means)])}\n\n"
+        f"{count} programs at once. {source(*files)}"
+    )
+
+
+def _runs(name: str) -> dict[tuple[str, str], dict[str, list[dict]]]:
+    return by_run(rows(name))
+
+
+def _tokens(own: list[dict]) -> float:
+    return median(own, lambda row: row["output_tokens_per_s"])
+
+
+def _over_default(backends: dict[str, list[dict]], at: str, metric: str = "tpot_ms") -> str:
+    own, stock = (
+        median(backends[b], lambda row: latency(row, metric, at)) for b in ("prefix", "default")
+    )
+    return "-" if own is None or stock is None else f"{own / stock:.2f}"
+
+
+def _spread() -> float:
+    """Return by how much two servers of one backend differ in output tokens/s, at most."""
+    return max(
+        max(tokens) / min(tokens) - 1
+        for (_, rate), backends in _runs("serving_repeated_h100").items()
+        if rate == "inf"
+        for tokens in ([row["output_tokens_per_s"] for row in own] for own in backends.values())
+    )

@@ -1,1 +1,0 @@
-"""Offline tile solver (PAT §5.2): which tile configurations a GPU can run well, and why not."""

@@ -1,1 +1,0 @@
-"""Row-tile attention: one persistent, warp-specialised Gluon kernel for Hopper."""

@@ -1,0 +1,1 @@
+"""Kernel over latent KV of Hopper GPUs, in Gluon: absorbed multi-head latent attention."""

@@ -1,0 +1,1 @@
+"""The portable kernel, in Triton: every NVIDIA GPU from sm_80 on."""

@@ -1,1 +1,0 @@
-"""Triton kernels over a plan's words."""

@@ -1,4 +1,0 @@
-"""What `sgl-prefix-attn calibrate` runs: batches, measuring, fitting.
-
-rates, batches -> measure -> samples -> fit -> Calibration    (procedure.py)
-"""

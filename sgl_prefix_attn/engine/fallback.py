@@ -1,0 +1,85 @@
+"""Which of SGLang's own backends decodes what no plan does: one for a server, composed at start."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+from sgl_prefix_attn.engine import layer_groups, sglang_config
+from sgl_prefix_attn.engine.layer_groups import CHUNK, WINDOW, LayerTraits
+from sgl_prefix_attn.records import FLASHINFER
+from sgl_prefix_attn.settings import Settings
+
+# GPUs by name where SGLang's default has at least 1 % less regret than FlashInfer on batches that
+# no fit has seen: `python -m eval.policy_holdout` says so. No GPU has been judged yet.
+DEFAULT_IS_BETTER: frozenset[str] = frozenset()
+
+
+class Fallback(NamedTuple):
+    """name: SGLang's of the backend; reason: why it is this one, as a label of metrics."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.reason})"
+
+
+def choose(asked: str, default: str, gpu: str | None, layers: Sequence[LayerTraits]) -> Fallback:
+    """Choose between FlashInfer and SGLang's default.
+
+    asked    PREFIX_ATTN_FALLBACK
+    default  the backend that SGLang chose for the model, or was told to take
+    gpu      its name, None on a CPU
+    layers   each kind that the model has
+
+    Raises ValueError where FlashInfer is asked for and cannot run.
+    """
+    against = "device:cpu" if gpu is None else why_no_flashinfer(layers)
+    if asked == FLASHINFER:
+        if against is not None:
+            raise ValueError(
+                f"PREFIX_ATTN_FALLBACK={FLASHINFER}: it cannot serve this model here ({against}). "
+                f"Unset it to run {default}, SGLang's default"
+            )
+        return Fallback(FLASHINFER, "asked")
+    if asked == "default":
+        return Fallback(default, "asked")
+    if against is None and gpu in DEFAULT_IS_BETTER:
+        against = "less_regret"
+    return Fallback(FLASHINFER, "usual") if against is None else Fallback(default, against)
+
+
+def why_no_flashinfer(layers: Sequence[LayerTraits]) -> str | None:
+    """Say what SGLang's FlashInfer backend does not know of a model's layers, or None."""
+    reasons = {
+        "layers:chunks": any(x.kind == CHUNK for x in layers),
+        "layers:sinks": any(x.sinks is not None for x in layers),
+        # It plans one window, and one number of heads, for all layers.
+        "layers:windows": len({x.window for x in layers if x.kind == WINDOW}) > 1,
+        "layers:different_heads": len({x.heads for x in layers}) > 1,
+        "layers:head_dim": any(x.head_dim != x.v_head_dim and not x.latent for x in layers),
+        "layers:logit_transform": any(x.transforms for x in layers),
+        # By the name of its backend, the default's (latent_names.py), the model lays out what it
+        # hands to a layer.
+        "layers:latent": any(x.latent for x in layers),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def of(runner, settings: Settings) -> Fallback:
+    """Choose that of a ModelRunner's server. Raises ValueError as choose() does."""
+    device = torch.device(runner.device)
+    return choose(
+        settings.fallback,
+        sglang_config.default_backend(runner.server_args),
+        torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        [group.traits for group in layer_groups.read(runner).every],
+    )
+
+
+def create_stock(runner, name: str) -> AttentionBackend:
+    """Make SGLang's own backend of that name."""
+    return ATTENTION_BACKENDS[name](runner)

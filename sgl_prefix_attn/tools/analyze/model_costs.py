@@ -1,0 +1,122 @@
+"""How long a model takes on a GPU for all but decode attention: a few numbers, all of them rough.
+
+A decode step reads the weights once, at the bandwidth that the calibration of the GPU has, and
+takes a fixed time and a little for each request on top. Both were read off
+eval/results/engine_h100.json and eval/results/engine_h200.json, TPOT less predicted attention: 4.5
+to 5.3 ms on H200 and 6.3 to 7.2 ms on H100, for 4 to 64 requests. Prefill multiplies, at a share of
+the data sheet's rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_prefix_attn.records import HeadConfig
+from sgl_prefix_attn.tools.analyze.server_state import Costs
+from sgl_prefix_attn.tools.named_gpus import Gpu
+
+STEP, REQUEST = 1.0e-3, 11.5e-6  # seconds of a decode step, and of each request in it
+PREFILL_SHARE = 0.6  # of the GPU's dense rate
+POOL_SHARE = 0.86  # of the GPU's memory that SGLang gives to weights and KV
+# How long FlashInfer's prefill takes for cached tokens beside FlashAttention 3's, SGLang's default
+# on Hopper: the rows of eval/results/multi_token_h200.json in which a request fills a tile.
+FLASHINFER_CACHED = 1.8
+BYTES = 2  # of a weight, and of an element of KV
+
+
+@dataclass(frozen=True)
+class Model:
+    """One tensor-parallel rank's part. weights: that a decode step reads; active: that a token is
+    multiplied with, fewer where there are experts."""
+
+    layers: int
+    heads: HeadConfig
+    weights: float
+    active: float
+
+    @property
+    def kv_bytes(self) -> int:
+        """Return the bytes of KV for a token."""
+        return 2 * BYTES * self.layers * self.heads.num_kv_heads * self.heads.head_dim
+
+
+def llama_8b(heads: HeadConfig, tp: int) -> Model:
+    """Return Llama-3.1-8B, with other heads perhaps."""
+    return Model(32, heads, weights=7.5e9 / tp, active=7.5e9 / tp)
+
+
+def model_of(config: Mapping[str, Any], heads: HeadConfig, tp: int) -> Model:
+    """Count a Hugging Face config's weights; `heads` are those of one of `tp` ranks.
+
+    Raises ValueError naming a field that is no size.
+    """
+    hidden, layers = _size(config, "hidden_size"), _size(config, "num_hidden_layers")
+    attention = 2 * hidden * heads.head_dim * (heads.num_qo_heads + heads.num_kv_heads) * tp
+    experts = next(
+        (_size(config, name) for name in ("num_experts", "n_routed_experts", "num_local_experts")
+         if config.get(name)), 1,
+    )  # fmt: skip
+    chosen = _size(config, "num_experts_per_tok") if config.get("num_experts_per_tok") else 1
+    is_wide = experts > 1 and config.get("moe_intermediate_size")
+    wide = _size(config, "moe_intermediate_size" if is_wide else "intermediate_size")
+    product = 3 * hidden * wide
+    rest = hidden * _size(config, "vocab_size")
+    return Model(
+        layers=layers,
+        heads=heads,
+        weights=(layers * (attention + experts * product) + rest) / tp,
+        active=(layers * (attention + min(chosen, experts) * product) + rest) / tp,
+    )
+
+
+def _size(config: Mapping[str, Any], name: str) -> int:
+    value = config.get(name)
+    if type(value) is not int or value < 1:  # True is an int, too
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    return value
+
+
+def costs(
+    model: Model,
+    gpu: Gpu,
+    *,
+    bandwidth: float,
+    most_running: int,
+    kv_tokens: int | None,
+    step: float | None,
+) -> Costs:
+    """Return what the simulated server's work takes.
+
+    bandwidth     that the GPU's calibration has, bytes a second
+    most_running  requests of a decode step
+    kv_tokens     that the pool holds, None: what the memory has room for
+    step          seconds of a decode step besides attention, None: as the module says
+
+    Raises ValueError where there is no room for KV.
+    """
+    if kv_tokens is None:
+        kv_tokens = int((POOL_SHARE * gpu.memory - BYTES * model.weights) / model.kv_bytes)
+        if kv_tokens < 1:
+            raise ValueError(
+                f"{BYTES * model.weights / 1e9:.0f} GB of weights leave no room for KV on a GPU of "
+                f"{gpu.memory / 1e9:.0f} GB: raise --tp, or give --kv-tokens"
+            )
+    rate = PREFILL_SHARE * gpu.flops
+    token_pair = 4.0 * model.layers * model.heads.num_qo_heads * model.heads.head_dim / rate
+    return Costs(
+        step=BYTES * model.weights / bandwidth + STEP if step is None else step,
+        request=REQUEST if step is None else 0.0,
+        token=2 * model.active / rate,
+        token_pair=token_pair,
+        cached_pair=token_pair,
+        kv_tokens=kv_tokens,
+        most_running=most_running,
+    )
+
+
+def prefilled_by_flashinfer(costs: Costs, gpu: Gpu) -> Costs:
+    """Return what a server takes whose prefill is FlashInfer's, as it is elsewhere by default."""
+    slower = FLASHINFER_CACHED if gpu.is_hopper else 1
+    return costs._replace(cached_pair=costs.token_pair * slower)

@@ -1,0 +1,196 @@
+"""A trace in memory: when its requests came, how long they are, and which blocks their prompts are
+made of."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from sgl_prefix_attn.tools.analyze.blocks import (
+    block_names,
+    fit,
+    inferred_block_tokens,
+    name_hash_ids,
+)
+
+LATEST = 1e12  # seconds: a float64 still tells milliseconds apart
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request of a trace.
+
+    arrival  seconds, None where the trace does not say
+    prompt, output  tokens
+    content  uint [...]  what the prompt's blocks are, equal where the prompts are: `per_block`
+             numbers for each
+    block_tokens  tokens of a block; None where `content` is a hash id for each, whose size the
+             line does not say
+    samples  requests that share the prompt (n > 1)
+    is_cut   whether `content` ends before the prompt does
+    is_limit  whether `output` is only the most that it may be
+    """
+
+    arrival: float | None
+    prompt: int
+    output: int
+    content: np.ndarray
+    per_block: int
+    block_tokens: int | None
+    samples: int = 1
+    is_cut: bool = False
+    is_limit: bool = False
+
+    def __post_init__(self):
+        if self.prompt < 1 or self.output < 1:
+            raise ValueError(f"{self.prompt} tokens of prompt, {self.output} of output: none")
+        if max(self.prompt, self.output) >= 1 << 30:
+            raise ValueError("more than 2^30 tokens")
+        if not 1 <= self.samples <= 1 << 16:
+            raise ValueError(f"{self.samples} samples of a prompt")
+        if self.arrival is not None and not 0 <= self.arrival < LATEST:
+            raise ValueError(f"arrival at {self.arrival} s: is it another --time-unit?")
+
+
+class Trace(NamedTuple):
+    """Requests in the order of their arrival, n of them, as numba's loops read them.
+
+    arrival       float64 [n]  seconds from the first
+    prompt, output  int32 [n]  tokens
+    first, num_blocks  int64, int32 [n]  where a request's blocks begin in `blocks`, and how many it
+                  has
+    blocks        int32 [...], equal where the prompts are up to there: 0 to distinct_blocks - 1
+    block_tokens  tokens of a block; a prompt's last one may hold fewer, and what is behind its
+                  blocks is nobody else's
+    has_arrivals  whether the trace said when requests came
+    """
+
+    arrival: np.ndarray
+    prompt: np.ndarray
+    output: np.ndarray
+    first: np.ndarray
+    num_blocks: np.ndarray
+    blocks: np.ndarray
+    distinct_blocks: int
+    block_tokens: int
+    has_arrivals: bool
+
+    @property
+    def size(self) -> int:
+        """Count the requests."""
+        return self.arrival.size
+
+    def at_rate(self, rate: float) -> Trace:
+        """Let `rate` requests come in a second, on average: as unevenly as in the trace, or evenly
+        where they all come at once. Raises ValueError for a rate at which the last would never
+        come."""
+        span = float(self.arrival[-1])
+        wanted = (self.size - 1) / rate
+        if wanted >= LATEST:
+            raise ValueError(
+                f"--rate {rate:g}: {self.size:,} requests would take {wanted:.1e} s to come, more "
+                f"than {LATEST:.0e}"
+            )
+        stretch = wanted / span if span > 0 else math.inf
+        if math.isfinite(stretch):
+            return self._replace(arrival=self.arrival * stretch)
+        return self._replace(arrival=np.arange(self.size) / rate, has_arrivals=True)
+
+
+class TraceBuilder:
+    """Collects requests, 28 bytes each and 8 for each block.
+
+    hash_tokens  tokens behind each hash id, None: as many as fit most prompts
+    """
+
+    def __init__(self, hash_tokens: int | None = None):
+        self._arrival, self._first = array("d"), array("q")
+        self._sizes, self._blocks = array("i"), array("Q")
+        self._hash_tokens = hash_tokens
+        self._block_tokens: int | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._arrival
+
+    def add(self, request: Request) -> None:
+        """Take one more. Raises ValueError for a prompt among hash ids, and the reverse."""
+        if self.is_empty:
+            self._block_tokens = request.block_tokens
+        elif request.block_tokens != self._block_tokens:
+            kinds = ("hash_ids", "a prompt")
+            has, had = kinds if request.block_tokens is None else reversed(kinds)
+            raise ValueError(f"it has {has}, those before had {had}")
+        blocks = request.content.astype(np.uint64)
+        if request.block_tokens is not None:
+            blocks = block_names(blocks, request.per_block, request.prompt, request.block_tokens)
+        for _ in range(request.samples):
+            self._arrival.append(math.nan if request.arrival is None else request.arrival)
+            self._first.append(len(self._blocks))
+            self._sizes.extend((request.prompt, request.output, blocks.size))
+        self._blocks.frombytes(blocks.tobytes())
+
+    def finish(self) -> tuple[Trace, list[str]]:
+        """Return what was collected, and what there is to know about it: the block size if it was
+        inferred, and how many requests were left out and why. Raises ValueError where none is left,
+        and where no block size can be inferred."""
+        if self.is_empty:
+            raise ValueError("it holds no request")
+        arrival, first = np.frombuffer(self._arrival), np.frombuffer(self._first, np.int64)
+        sizes = np.frombuffer(self._sizes, np.int32).reshape(-1, 3)
+        blocks = np.frombuffer(self._blocks, np.uint64)
+        notes: list[str] = []
+
+        def keep(kept: np.ndarray, without: str) -> None:
+            nonlocal arrival, first, sizes
+            if left_out := int((~kept).sum()):
+                notes.append(f"{left_out:,} requests {without}, left out")
+                arrival, first, sizes = arrival[kept], first[kept], sizes[kept]
+
+        block_tokens = self._block_tokens
+        if block_tokens is None:
+            prompt, _, count = sizes.T
+            block_tokens = self._hash_tokens or inferred_block_tokens(prompt, count)
+            if not self._hash_tokens:
+                notes.append(
+                    f"{block_tokens:,} tokens behind a hash id, as input_length / len(hash_ids) "
+                    "says (--block-size)"
+                )
+            keep(
+                fit(prompt, count, block_tokens),
+                f"whose hash_ids do not fit {block_tokens:,} tokens",
+            )
+            if not arrival.size:
+                raise ValueError(f"--block-size {block_tokens}: no request has such hash_ids")
+            prompt, _, count = sizes.T
+            name_hash_ids(blocks, first, prompt, count, block_tokens)
+        elif self._hash_tokens:
+            raise ValueError("--block-size is for hash_ids, and it has prompts")
+
+        is_timed = ~np.isnan(arrival)
+        has_arrivals = 2 * is_timed.sum() >= is_timed.size
+        if has_arrivals:
+            keep(is_timed, "without an arrival")
+        else:
+            if is_timed.any():
+                notes.append(f"{is_timed.sum():,} requests have an arrival, which is not used")
+            arrival = np.zeros_like(arrival)
+        order = np.argsort(arrival, kind="stable")
+        prompt, output, count = sizes[order].T
+        names, numbers = np.unique(blocks, return_inverse=True)
+        trace = Trace(
+            arrival=arrival[order] - arrival[order[0]],
+            prompt=prompt,
+            output=output,
+            first=first[order],
+            num_blocks=count,
+            blocks=numbers.astype(np.int32),
+            distinct_blocks=names.size,
+            block_tokens=block_tokens,
+            has_arrivals=bool(has_arrivals),
+        )
+        return trace, notes

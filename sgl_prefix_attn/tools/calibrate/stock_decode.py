@@ -1,0 +1,131 @@
+"""The decode of SGLang's backends as it runs them: what plans are measured beside."""
+
+from typing import Any
+
+import torch
+
+from sgl_prefix_attn.predict.stock_time import on_tensor_cores
+from sgl_prefix_attn.records import FA3, FLASHINFER, HeadConfig
+
+
+def tensor_cores(heads: HeadConfig, kv_dtype: torch.dtype) -> bool:
+    """Say whether SGLang lets FlashInfer decode with tensor cores, as should_use_tensor_core of
+    0.5.17 to 0.5.23 does."""
+    if kv_dtype == torch.float8_e4m3fn:
+        return True
+    return on_tensor_cores(heads) and kv_dtype in (torch.float16, torch.bfloat16)
+
+
+class FlashInferDecode:
+    """FlashInfer's decode wrapper, made for CUDA graphs and planned for one batch.
+
+    seq_lens   int [B], on the host
+    pages      int32 [B, longest], on the device; what is behind a request's last page is not read
+    kv_dtype   of the KV cache, None: like queries, in dtype
+    workspace_bytes  as many as SGLang gives it
+    """
+
+    module = "flashinfer"
+    page_size = 1  # SGLang gives it pages of one token, whatever the server's are
+
+    def __init__(
+        self,
+        heads: HeadConfig,
+        dtype: torch.dtype,
+        page_size: int,
+        seq_lens: torch.Tensor,
+        pages: torch.Tensor,
+        kv_dtype: torch.dtype | None = None,
+        workspace_bytes: int = 512 << 20,
+    ):
+        import flashinfer
+
+        device = pages.device
+        # indptr and last page lengths on the host, where plan() needs them: no synchronisation.
+        num_pages = (seq_lens + page_size - 1) // page_size
+        indptr = torch.zeros(len(seq_lens) + 1, dtype=torch.int32)
+        indptr[1:] = num_pages.cumsum(0)
+        last = ((seq_lens - 1) % page_size + 1).to(torch.int32)
+        columns = torch.arange(pages.shape[1], device=device)
+        indices = pages[columns < num_pages.to(device)[:, None]]
+        self._wrapper: Any = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            torch.empty(workspace_bytes, dtype=torch.uint8, device=device),
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=tensor_cores(heads, kv_dtype or dtype),
+            paged_kv_indptr_buffer=indptr.to(device),
+            paged_kv_indices_buffer=indices.clone(),
+            paged_kv_last_page_len_buffer=last.to(device),
+        )
+        shape = heads.num_qo_heads, heads.num_kv_heads, heads.head_dim
+        self._planned = (indptr, indices, last, *shape, page_size)
+        self._dtypes = {"q_data_type": dtype, "kv_data_type": kv_dtype or dtype}
+        self.plan()
+
+    def plan(self) -> None:
+        """Plan the batch, as in every step."""
+        self._wrapper.plan(*self._planned, **self._dtypes)
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor):
+        """Attend in one layer: q and out [B, Hq, D], kv each [pages, page_size, Hkv, D]."""
+        return self._wrapper.run(q, kv, out=out)
+
+
+class FlashAttention3Decode:
+    """SGLang's build of FlashAttention 3 with the schedule that its backend makes once a step; in a
+    graph every layer reads that. Arguments are FlashInferDecode's, without a workspace; num_splits
+    of each request's KV, 0: as FlashAttention 3 sees fit.
+
+    SGLang captures with a page table as wide as the model's context; here it is as wide as the
+    longest request, by which splits are bounded.
+    """
+
+    module = "sgl_kernel.flash_attn"
+    page_size = None
+
+    def __init__(
+        self,
+        heads: HeadConfig,
+        dtype: torch.dtype,
+        page_size: int,
+        seq_lens: torch.Tensor,
+        pages: torch.Tensor,
+        kv_dtype: torch.dtype | None = None,
+        num_splits: int = 0,
+    ):
+        from sgl_kernel.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
+
+        self._attend, self._schedule = flash_attn_with_kvcache, get_scheduler_metadata
+        self._kv_dtype, self._sm_scale = kv_dtype or dtype, heads.head_dim**-0.5
+        lens = seq_lens.to(pages.device, torch.int32)
+        starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=pages.device)
+        self._step = {
+            "cache_seqlens": lens, "cu_seqlens_q": starts, "max_seqlen_q": 1, "causal": True,
+            "num_splits": num_splits,
+        }  # fmt: skip
+        self._scheduled = {
+            "batch_size": len(lens), "max_seqlen_k": int(seq_lens.max()),
+            "num_heads": heads.num_qo_heads, "num_heads_k": heads.num_kv_heads,
+            "headdim": heads.head_dim, "qkv_dtype": self._kv_dtype, "page_size": page_size,
+            "has_softcap": False,
+        }  # fmt: skip
+        self._pages = pages
+        self._metadata = self._schedule(**self._step, **self._scheduled)
+
+    def plan(self) -> None:
+        """Schedule the batch, as in every step."""
+        self._metadata.copy_(self._schedule(**self._step, **self._scheduled))
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], out=None):
+        """Attend in one layer as FlashInferDecode does, into a new tensor. Queries are rounded
+        to the cache's dtype, as SGLang does."""
+        return self._attend(
+            q=q.to(self._kv_dtype), k_cache=kv[0], v_cache=kv[1], page_table=self._pages,
+            softmax_scale=self._sm_scale, scheduler_metadata=self._metadata, **self._step,
+        )  # fmt: skip
+
+
+# By SGLang's names of the backends: those whose times can be measured.
+DECODES: dict[str, type[FlashInferDecode] | type[FlashAttention3Decode]] = {
+    FLASHINFER: FlashInferDecode, FA3: FlashAttention3Decode,
+}  # fmt: skip

@@ -1,0 +1,224 @@
+"""`sgl-prefix-attn calibrate`: measure this GPU once, so that the server knows when to share."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from sgl_prefix_attn.records import FA3, FLASHINFER
+from sgl_prefix_attn.tools.argument_types import count
+from sgl_prefix_attn.tools.exit_status import FAILED, INTERRUPTED, USAGE
+from sgl_prefix_attn.tools.model_heads import add_heads, chosen_heads
+from sgl_prefix_attn.tools.named_gpus import add_kernels, family_on
+
+if TYPE_CHECKING:
+    from sgl_prefix_attn.predict.record import CalibrationKey
+
+POOL_TOKENS = 450_000
+_POOL_STEP = 50_000  # free memory varies a little: an interrupted run must find the same pool again
+_MEMORY_SHARE = 0.4
+_ROOM = 1 << 20  # bytes, several times what a calibration and its samples take
+
+
+class Unusable(Exception):
+    """Wrong arguments, or a machine that cannot be calibrated; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    num_sms: int
+    free_bytes: int
+    capability: tuple[int, int]
+
+
+def add_parser(commands) -> None:
+    parser = commands.add_parser(
+        "calibrate", help="measure this GPU (minutes); an interrupted run resumes"
+    )
+    add_heads(parser)
+    add_kernels(parser)
+    parser.add_argument(
+        "--fallback", choices=(FLASHINFER, FA3), default=FLASHINFER,
+        help="SGLang's backend beside them, as the server's log names it (default: flashinfer)",
+    )  # fmt: skip
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--page-size", type=count, default=1, help="the server's (default: 1)")
+    parser.add_argument("--batches", type=count, default=600, help="to measure (default: 600)")
+    parser.add_argument("--seed", type=int, default=0, help="of the batches (default: 0)")
+    parser.add_argument(
+        "--out", type=Path, help="file to write (default: in the user's cache folder)"
+    )
+    parser.add_argument("--fresh", action="store_true", help="forget what was measured before")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Return the exit status: 0; 1 when measuring failed, 2 when it could not start or not write,
+    130 when interrupted."""
+    console = Console(soft_wrap=True, highlight=False)
+    try:
+        calibrate(args, console)
+        return 0
+    except Unusable as error:
+        problem, status = str(error), USAGE
+    except (RuntimeError, ValueError) as error:
+        problem, status = str(error), FAILED
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # the disk is full, say
+        kept = "batches measured before are kept: the same command goes on from there"
+        problem, status = f"{error}; {kept}", USAGE
+    except KeyboardInterrupt:
+        problem, status = "interrupted: the same command goes on where it stopped", INTERRUPTED
+    print(f"sgl-prefix-attn calibrate: {problem}", file=sys.stderr)
+    return status
+
+
+def calibrate(args: argparse.Namespace, console: Console) -> None:
+    try:
+        _, heads = chosen_heads(args)
+        gpu = find_gpu((args.fallback,))
+        family = family_on(gpu.capability, heads, args.dtype, args.kernels)
+    except ValueError as error:
+        raise Unusable(str(error)) from None
+    # Not before: these import torch and numba.
+    from sgl_prefix_attn.predict import store
+    from sgl_prefix_attn.predict.record import CalibrationKey
+    from sgl_prefix_attn.tools.calibrate import procedure, report
+    from sgl_prefix_attn.tools.calibrate.samples import Task
+    from sgl_prefix_attn.tools.calibrate.writing import save
+
+    if args.batches < procedure.MIN_SAMPLES:
+        raise Unusable(f"--batches must be at least {procedure.MIN_SAMPLES}, got {args.batches}")
+    kernels: Any = family.name
+    key = CalibrationKey(
+        gpu.name, kernels, heads, args.dtype, args.page_size, fallback=args.fallback
+    )
+    task = Task(
+        key=key,
+        num_sms=gpu.num_sms,
+        versions=store.versions(),
+        seed=args.seed,
+        count=args.batches,
+        pool_tokens=pool_tokens(gpu.free_bytes, key),
+    )
+    path = args.out
+    if path is None:
+        folder = store.cache_folder()
+        if folder is None:
+            raise Unusable(
+                "this user has no home folder, so there is no cache folder: set XDG_CACHE_HOME "
+                "here and for the server, or name a file with --out"
+            )
+        path = folder / store.file_name(key)
+    samples_path = path.with_suffix(".samples.jsonl")
+    try_writing(path, samples_path)
+    console.print(f"{gpu.name}, {heads}, {args.dtype}, pages of {args.page_size}")
+    console.print(f"stock: SGLang's {args.fallback}; prefix: {family}")
+    with progress_bar(console) as progress:
+        bar = progress.add_task("measuring", total=task.count)
+        procedure.measure(
+            task,
+            samples_path,
+            lambda: new_meter(key, task.pool_tokens),
+            fresh=args.fresh,
+            say=console.print,
+            progress=lambda done: progress.update(bar, completed=done),
+        )
+    console.print("fitting")
+    measured = procedure.read_measured(samples_path)
+    held_out = procedure.hold_out(measured)
+    for line in report.lines(measured, held_out):
+        console.print(line)
+    save(procedure.finish(measured, held_out), path)
+    console.print(f"written: {path}")
+
+
+def find_gpu(fallbacks: Sequence[str]) -> Gpu:
+    """Look at the first GPU. Raises Unusable without one, or where one of SGLang's backends cannot
+    be measured on it."""
+    import torch
+
+    from sgl_prefix_attn.tools.calibrate.stock_decode import DECODES
+
+    if not torch.cuda.is_available():
+        raise Unusable("torch sees no CUDA GPU; a server without one needs no calibration")
+    for name in fallbacks:
+        if name not in DECODES:
+            raise Unusable(f"{name} is not measured, {' and '.join(DECODES)} are")
+        try:
+            importlib.import_module(DECODES[name].module)
+        except ImportError as error:
+            raise Unusable(
+                f"{name}, which is measured too, does not import ({error}): "
+                "pip install 'sgl-prefix-attn[sglang]'"
+            ) from error
+    if FA3 in fallbacks and torch.cuda.get_device_capability(0)[0] != 9:
+        raise Unusable(f"{FA3} is measured on Hopper GPUs, where it is SGLang's default")
+    return Gpu(
+        name=torch.cuda.get_device_name(0),
+        num_sms=torch.cuda.get_device_properties(0).multi_processor_count,
+        free_bytes=torch.cuda.mem_get_info(0)[0],
+        capability=torch.cuda.get_device_capability(0),
+    )
+
+
+def try_writing(path: Path, samples_path: Path) -> None:
+    """Try, before minutes of measuring, that both files can be written. Raises Unusable."""
+    from sgl_prefix_attn.tools.calibrate.writing import try_folder
+
+    if path.is_dir():
+        raise Unusable(f"cannot write {path}: it is a folder, --out must name a file")
+    try:
+        try_folder(path, _ROOM)
+        if samples_path.exists():
+            samples_path.open("ab").close()
+    except OSError as error:
+        raise Unusable(
+            f"cannot write {path}: {error}; name another file with --out, or another cache folder "
+            "with XDG_CACHE_HOME, here and for the server"
+        ) from None
+
+
+def new_meter(key: CalibrationKey, most_tokens: int, fallbacks: Sequence[str] | None = None):
+    """Make the BatchMeter of the first GPU, for batches of up to most_tokens."""
+    import torch
+
+    from sgl_prefix_attn.tools.calibrate.batches import MAX_BATCH
+    from sgl_prefix_attn.tools.calibrate.measure import BatchMeter
+
+    device = torch.device("cuda", 0)
+    return BatchMeter(
+        key, pool_tokens=most_tokens, max_batch=MAX_BATCH, device=device, fallbacks=fallbacks
+    )
+
+
+def pool_tokens(free_bytes: int, key: CalibrationKey) -> int:
+    """Choose the KV tokens of the largest batch; the meter holds twice as many. Raises Unusable."""
+    from sgl_prefix_attn.tools.calibrate.measure import min_pool
+
+    least = min_pool(key.page_size)
+    per_token = 2 * 2 * key.heads.num_kv_heads * key.heads.head_dim * key.kv_bytes
+    fits = int(_MEMORY_SHARE * free_bytes // per_token)
+    if fits >= max(least, POOL_TOKENS):
+        return max(least, POOL_TOKENS)
+    if fits < least:
+        raise Unusable(
+            f"{free_bytes / 2**30:.1f} GiB of GPU memory are free, calibration needs "
+            f"{least * per_token / _MEMORY_SHARE / 2**30:.1f}: stop what else uses the GPU"
+        )
+    return max(least, fits // _POOL_STEP * _POOL_STEP)
+
+
+def progress_bar(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=console)

@@ -1,0 +1,69 @@
+"""`sgl-prefix-attn doctor`: can `--attention-backend prefix` work here, and what to do if not."""
+
+import argparse
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+
+import orjson
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sgl_prefix_attn.tools.argument_types import count
+from sgl_prefix_attn.tools.doctor_checks import FAIL, OK, WARN, Check, run_checks
+from sgl_prefix_attn.tools.doctor_facts import gather
+from sgl_prefix_attn.tools.doctor_model import check_model
+from sgl_prefix_attn.tools.exit_status import FAILED
+from sgl_prefix_attn.tools.model_heads import config_and_heads
+from sgl_prefix_attn.tools.output import busy, table_console
+
+WIDTH = 100  # columns: what is found can be a long sentence
+_STYLE = {OK: "green", WARN: "yellow", FAIL: "bold red"}
+
+
+def add_parser(commands) -> None:
+    parser = commands.add_parser("doctor", help="what is installed, what would not work, and why")
+    parser.add_argument(
+        "--model", type=Path, help="folder of a Hugging Face model: what would its steps run?"
+    )
+    parser.add_argument("--tp", type=count, default=1, help="tensor-parallel size (default: 1)")
+    parser.add_argument("--json", action="store_true", help="print the checks as one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Return exit status 0 when the backend can work, FAILED when it could not. Raises ValueError
+    for a model that cannot be read."""
+    warnings.simplefilter("ignore")  # SGLang's imports warn about kernels this machine cannot run
+    if args.model is not None:
+        config_and_heads(args.model, args.tp)  # before the seconds that the rest takes
+    with busy("looking at this machine, and importing SGLang"):
+        facts = gather()
+        checks = run_checks(facts)
+        if args.model is not None:
+            checks.append(check_model(args.model, args.tp, facts.gpu))
+    if args.json:
+        report = {"ok": works(checks), "checks": [asdict(check) for check in checks]}
+        print(orjson.dumps(report, option=orjson.OPT_INDENT_2).decode())
+    else:
+        render(checks, table_console(most=WIDTH))
+    return 0 if works(checks) else FAILED
+
+
+def works(checks: list[Check]) -> bool:
+    return all(check.status != FAIL for check in checks)
+
+
+def render(checks: list[Check], console: Console) -> None:
+    table = Table(box=None, pad_edge=False)
+    for column in ("", "check", "found"):
+        table.add_column(column, overflow="fold")
+    for check in checks:
+        table.add_row(Text(check.status, _STYLE[check.status]), check.name, Text(check.detail))
+    console.print(table)
+    for check in checks:
+        if check.fix:
+            console.print(Text(f"{check.status}: {check.name}: {check.fix}", _STYLE[check.status]))
+    can, style = ("can", _STYLE[OK]) if works(checks) else ("cannot", _STYLE[FAIL])
+    console.print(f"--attention-backend prefix {can} work here.", style=style)

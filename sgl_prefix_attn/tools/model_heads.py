@@ -1,0 +1,106 @@
+"""The attention heads that a Hugging Face model, or --heads, gives a tensor-parallel rank."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from sgl_prefix_attn.records import HeadConfig
+from sgl_prefix_attn.tools.argument_types import count
+
+HEAD_DIM = 128
+
+
+def add_heads(parser: argparse.ArgumentParser) -> None:
+    """Add --model, or --heads and --head-dim, and --tp."""
+    heads = parser.add_mutually_exclusive_group()
+    heads.add_argument("--model", type=Path, help="folder of a Hugging Face model, or config.json")
+    heads.add_argument(
+        "--heads", default="32/8", help="query/KV heads of the model (default: 32/8)"
+    )
+    parser.add_argument(
+        "--head-dim", type=int, help=f"of --heads, not with --model (default: {HEAD_DIM})"
+    )
+    parser.add_argument("--tp", type=count, default=1, help="tensor-parallel size (default: 1)")
+
+
+def chosen_heads(args: argparse.Namespace) -> tuple[dict[str, Any] | None, HeadConfig]:
+    """Return the config of --model, None without one, and the heads that these options give a rank.
+    Raises ValueError that says what is wrong with them, and for a model whose decode has none."""
+    if args.model is None:
+        head_dim = HEAD_DIM if args.head_dim is None else args.head_dim
+        return None, heads_on_rank(*parse_heads(args.heads), head_dim, args.tp)
+    if args.head_dim is not None:
+        raise ValueError("--head-dim: a --model has its own")
+    config, heads = config_and_heads(args.model, args.tp)
+    if config.get("kv_lora_rank") is not None:
+        raise ValueError(
+            f"--model: {args.model} has latent attention (kv_lora_rank), which decodes by none of "
+            "its heads: nothing is measured or simulated of it. `doctor --model` says what runs it"
+        )
+    return config, heads
+
+
+def config_and_heads(path: Path, tp: int) -> tuple[dict[str, Any], HeadConfig]:
+    """Read config.json, or the one in a folder; the config of its language model, and the heads.
+
+    Raises ValueError that names the file and what is wrong with it.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        # Not orjson: transformers writes a state-space model's Infinity, which JSON does not know.
+        config = json.loads(file.read_bytes())
+    except OSError as error:
+        raise ValueError(
+            f"--model: cannot read {file} ({error.strerror}); it must be a folder with a "
+            "config.json, or that file: or use --heads and --head-dim"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--model: {file} is no JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"--model: {file} is no JSON object")
+    if isinstance(config.get("text_config"), dict):
+        config = config["text_config"]  # a multimodal model's language part
+    try:
+        return config, heads_on_rank(*_heads(config), tp)
+    except KeyError as error:
+        raise ValueError(f"--model: {file} has no {error.args[0]}: use --heads") from None
+    except ValueError as error:
+        raise ValueError(f"--model: {file}: {error}") from None
+
+
+def _heads(config: dict[str, Any]) -> tuple[int, int, int]:
+    """Raises KeyError for a field that is missing, ValueError for one that is no count."""
+    num_qo_heads = _count(config, "num_attention_heads")
+    # Without the field, or with null in it, there is a KV head for every query head.
+    has_kv_heads = config.get("num_key_value_heads") is not None
+    num_kv_heads = _count(config, "num_key_value_heads") if has_kv_heads else num_qo_heads
+    if config.get("head_dim") is not None:
+        return num_qo_heads, num_kv_heads, _count(config, "head_dim")
+    return num_qo_heads, num_kv_heads, _count(config, "hidden_size") // num_qo_heads
+
+
+def _count(config: dict[str, Any], name: str) -> int:
+    value = config[name]
+    if type(value) is not int or value < 1:  # True is an int, too
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    return value
+
+
+def parse_heads(text: str) -> tuple[int, int]:
+    """Read query and KV heads of `32/8`. Raises ValueError that quotes what does not parse."""
+    parts = text.split("/")
+    if len(parts) != 2 or not all(part.isdecimal() for part in parts):
+        raise ValueError(f"--heads must be like 32/8, got {text!r}")
+    return int(parts[0]), int(parts[1])
+
+
+def heads_on_rank(num_qo_heads: int, num_kv_heads: int, head_dim: int, tp: int) -> HeadConfig:
+    """Divide heads as SGLang does: KV heads are copied where there are fewer than ranks.
+
+    Raises ValueError when they are no heads, naming which, or cannot be divided.
+    """
+    HeadConfig(num_qo_heads, num_kv_heads, head_dim)  # its checks, before a rank hides a 0
+    if num_qo_heads % tp or (num_kv_heads % tp and tp % num_kv_heads):
+        raise ValueError(f"{num_qo_heads}/{num_kv_heads} heads cannot be divided by --tp {tp}")
+    return HeadConfig(num_qo_heads // tp, max(1, num_kv_heads // tp), head_dim)

@@ -1,0 +1,199 @@
+"""The row-tile kernel, compiled for Hopper without a GPU: what ptxas made of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from sgl_prefix_attn.kernels.hopper.attention import row_tile_kernel
+from sgl_prefix_attn.kernels.hopper.build_options import (
+    compiler_options,
+    kernel_constants,
+)
+from tests.support.builds import signature_of
+
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+SHARED_MEMORY = 227 * 1024
+
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+
+def build(heads, group, head_dim, dtype="bf16", debug=False, kv_dtype=None, **flags):
+    constants = kernel_constants(
+        heads, group, head_dim, narrow=kv_dtype is not None,
+        **{"has_cap": False, "has_lse": False, "has_sink": False, "pdl": False, **flags},
+    )  # fmt: skip
+    return triton.compile(
+        GluonASTSource(row_tile_kernel, *signature_of(constants, dtype, kv_dtype)),
+        target=GPUTarget("cuda", 90, 32),
+        options=compiler_options() | {"debug": debug},
+    )
+
+
+def tool(name, *args):
+    return subprocess.run([TOOLS / name, *args], capture_output=True, text=True, check=True).stdout
+
+
+SPILL = re.compile(r"\b(?:STL|LDL)\b")
+
+
+def loops(sass, instruction, times):
+    """The loops that have the instruction so many times, the shortest first."""
+    parts = re.split(r"^(\.L_x_\d+):", sass, flags=re.M)
+    start, found, end = {}, [], 0
+    for part in parts:
+        if part.startswith(".L_x_"):
+            start[part] = end
+        for jump in re.finditer(r"BRA.*`\((\.L_x_\d+)\)", part):
+            if jump[1] in start:
+                found.append((start[jump[1]], end + jump.end()))
+        end += len(part)
+    text = "".join(parts)
+    texts = [text[a:b] for a, b in found if text[a:b].count(instruction) >= times]
+    return sorted(texts, key=len)
+
+
+def spills(sass, instruction, times, count):
+    """Spills in the shortest `count` loops that have the instruction so many times."""
+    found = loops(sass, instruction, times)
+    assert len(found) >= count
+    return [len(SPILL.findall(loop)) for loop in found[:count]]
+
+
+SHAPES = {
+    "llama": ((8, 4, 128), {}),
+    "qwen": ((4, 7, 128), {"dtype": "fp16", "has_lse": True, "has_cap": True}),
+    "mha-64-pdl": ((16, 1, 64), {"pdl": True, "has_lse": True}),
+    "one KV head": ((1, 16, 128), {"has_lse": True}),
+    "gemma": ((8, 2, 256), {"has_cap": True}),
+    "gpt-oss": ((8, 8, 64), {"has_sink": True}),
+    "gpt-oss-pdl": ((1, 8, 64), {"has_sink": True, "has_lse": True, "pdl": True}),
+    "sinks-128": ((8, 4, 128), {"has_sink": True}),
+    "sinks-256": ((8, 2, 256), {"has_sink": True, "has_cap": True}),
+    "invariant": ((8, 4, 128), {"invariant": True}),
+    "invariant-7-pdl": ((4, 7, 128), {"invariant": True, "has_cap": True, "pdl": True}),
+    "invariant-64-sinks": ((8, 8, 64), {"invariant": True, "has_sink": True, "has_lse": True}),
+    "invariant-256": ((8, 2, 256), {"invariant": True}),
+    "gemma-7-pdl": ((2, 7, 256), {"dtype": "fp16", "has_lse": True, "pdl": True}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_spills_and_hopper_instructions(shape, tmp_path):
+    args, flags = SHAPES[shape]
+    compiled = build(*args, **flags)
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    usage = tool("cuobjdump", "-res-usage", cubin)
+    sass = tool("nvdisasm", "-c", cubin)
+    # both consumers: head_dim / 16 products for scores, and BLOCK / 16 for values, in the loop and,
+    # where those of a block overlap with the next one's, behind it
+    head_dim = args[2]
+    wide = head_dim == 256
+    assert len(re.findall(r"\bHGMMA", sass)) == 2 * (head_dim // 16 + (4 if wide else 2 * 4))
+    assert "LDGSTS.E.BYPASS.128" in sass, "rows are not copied 16 bytes a thread"
+    if wide:  # what an item begins and ends with is not all in registers
+        assert int(re.search(r"STACK:(\d+) .*LOCAL:0 ", usage)[1]) <= 128, usage
+        assert max(spills(sass, "HGMMA", 16 + 4, count=2)) <= 1
+        # K and V of 64 rows, and keys; none by Triton 3.6, some by 3.8
+        assert max(spills(sass, "LDGSTS", 2 * 16 + 1, count=1)) <= 6
+    elif flags.get("invariant"):  # ptxas may keep a word for later before the roles begin
+        assert int(re.search(r"STACK:(\d+) .*LOCAL:0 ", usage)[1]) <= 8, usage
+        own = [x for x in loops(sass, "HGMMA", 1) if "LDGSTS" not in x]  # of a role, not of all
+        own += [x for x in loops(sass, "LDGSTS", 1) if "HGMMA" not in x]
+        assert len(own) >= 6 and not any(SPILL.search(loop) for loop in own)
+    else:
+        assert re.search(r"STACK:0 .*LOCAL:0 ", usage), usage
+        assert not SPILL.search(sass), "registers are spilled"
+    # the producer waits for the kernel before, and only then lets the next one start
+    depends = re.findall(r"\b(ACQBULK|PREEXIT)\b", sass)
+    assert depends == ["ACQBULK", "PREEXIT"] * flags.get("pdl", False)
+    # the merge waits for the counter, once a warpgroup
+    assert "CCTL.IVALL" in sass
+
+
+NARROW = {
+    "llama": ((8, 4, 128), {}),
+    "qwen-pdl": ((4, 7, 128), {"pdl": True}),
+    "one KV head": ((1, 16, 128), {"has_lse": True}),
+    "capped": ((8, 4, 128), {"has_cap": True, "pdl": True}),
+    "mha-64-pdl": ((16, 1, 64), {"pdl": True, "has_lse": True}),
+    "gpt-oss": ((8, 8, 64), {"has_sink": True, "pdl": True}),
+    "invariant": ((8, 4, 128), {"invariant": True}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", NARROW)
+def test_e4m3_without_spills_and_with_its_own_products(shape, tmp_path):
+    args, flags = NARROW[shape]
+    compiled = build(*args, kv_dtype="fp8e4nv", **flags)
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    assert re.search(r"STACK:0 .*LOCAL:0 ", tool("cuobjdump", "-res-usage", cubin))
+    sass = tool("nvdisasm", "-c", cubin)
+    assert not SPILL.search(sass), "registers are spilled"
+    # of both consumers: each of two terms takes head_dim / 32 products, and values BLOCK / 16, in
+    # the loop and behind it
+    assert len(re.findall(r"\bQGMMA", sass)) == 2 * 2 * args[2] // 32
+    assert len(re.findall(r"\bHGMMA", sass)) == 2 * 2 * 4
+    assert "LDGSTS.E.BYPASS.128" in sass, "rows are not copied 16 bytes a thread"
+    assert "F2FP.F16.E4M3.UNPACK_B" in sass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_accumulators_shrink_in_place_by_the_factors_of_their_rows(head_dim):
+    ptx = build(8, 2, head_dim).asm["ptx"]
+    texts = re.findall(r"setp\.neu\.f32 shrinks.*?same:", ptx, re.S)
+    accumulators = re.findall(rf"wgmma\.mma_async\S*m64n{head_dim}k16\S* {{([^}}]*)}}", ptx)
+    assert len(texts) == 2  # of a warpgroup each
+    for text in texts:
+        asked = re.findall(r"setp\.neu\.(?:or\.)?f32 shrinks, (%\w+),", text)
+        products = re.findall(r"mul\.f32 (%\w+), (%\w+), (%\w+);", text)
+        assert [product[2] for product in products] == [asked[0], asked[0], *asked[1:] * 2] * (
+            head_dim // 8
+        )
+        assert all(to == of for to, of, _ in products)
+        assert ",".join(to for to, _, _ in products) in accumulators
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads, group", [(8, 4), (1, 16)])
+def test_the_producer_does_not_wait_for_slots_that_it_has_just_asked_for(heads, group, tmp_path):
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(build(heads, group, 128).asm["cubin"])
+    # three blocks of keys, values (8 copies each) and masks
+    loop = loops(tool("nvdisasm", "-c", cubin), "LDGSTS", 3 * 17)[0]
+    asked = [int(r) for r in re.findall(r"LDG\.E\.128(?:\.CONSTANT)? R(\d+)", loop)]
+    assert len(asked) == 3
+    # a move would wait for the load
+    moved = {int(r) for r in re.findall(r"\bMOV(?:\.U32)? R\d+, (?:RZ, RZ, )?R(\d+)", loop)}
+    assert not moved & {r + i for r in asked for i in range(4)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("debug", [False, True])
+def test_the_wait_for_other_ctas_ends_in_debug_builds(debug):
+    ir = build(8, 4, 128, debug=debug).asm["ttgir"]
+    assert ("a part of this tile was never counted" in ir) == debug
+
+
+def test_unsupported_shapes_are_refused():
+    flags = {"has_cap": False, "has_lse": False, "has_sink": False, "pdl": False}
+    with pytest.raises(ValueError, match="head dim 96 is none of"):
+        kernel_constants(8, 4, 96, **flags)
+    with pytest.raises(ValueError, match="head dim 256 is none of 64, 128"):
+        kernel_constants(8, 2, 256, narrow=True, **flags)
+    with pytest.raises(ValueError, match="65 query heads"):
+        kernel_constants(8, 65, 128, **flags)

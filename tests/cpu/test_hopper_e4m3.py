@@ -1,0 +1,163 @@
+"""The row-tile kernel's own source over a KV cache of float8_e4m3fn, emulated on a CPU as in
+test_hopper_kernel.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sgl_prefix_attn.kernels import words as W
+from sgl_prefix_attn.plan.planner import Planner
+from sgl_prefix_attn.records import HeadConfig
+from tests.cpu.test_hopper_kernel import (
+    BITS,
+    CTAS,
+    RANGES,
+    attend,
+    check_growth,
+    plans_of,
+    problem_of,
+)
+from tests.support import emulated_gluon
+from tests.support.forests import path_table
+from tests.support.poison import POISONS, assert_contained, forest, poisoned
+from tests.support.problems import E4M3, assert_attention
+from tests.support.sinks import sinks_of
+
+HEADS = (BITS, RANGES, HeadConfig(7, 1, 128), HeadConfig(16, 1, 128))
+SOME_SLOW = (BITS, *(pytest.param(heads, marks=pytest.mark.slow) for heads in HEADS[1:]))
+
+
+def narrow(heads, paths=None, **options):
+    return problem_of(heads, paths, kv_dtype=E4M3, **options)
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, pytest.param(20.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("heads", SOME_SLOW, ids=str)
+def test_tiny_plans_are_full_attention(heads, soft_cap):
+    problem = narrow(heads, soft_cap=soft_cap)
+    if heads in (BITS, HEADS[2]):
+        problem.sinks = sinks_of(heads)
+    for plan in plans_of(problem):
+        assert_attention(problem, *attend(problem, plan))
+
+
+@pytest.mark.long
+def test_rows_of_queries_of_any_size():
+    """Each has units of its own: a request beside one of enormous queries loses nothing."""
+    problem = narrow(BITS)
+    sizes = torch.tensor([1e20, 1e-20, 1.0, 1e-3, 1e3, 1e-20, 1e20, 1.0, 1e6])
+    scaled = (problem.q.float() * sizes[:, None, None]).to(problem.q)
+    plain, faint = (problem.of_rows([2, 7]), problem.of_rows([1, 5]))
+    for plan in plans_of(problem):
+        problem.q = scaled
+        out, _ = attend(problem, plan)
+        assert_attention(plain, out[[2, 7]])
+        faint.q = scaled[[1, 5]]
+        assert_attention(faint, out[[1, 5]])
+
+
+@pytest.mark.long
+def test_growth():
+    check_growth(narrow(RANGES))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("heads", HEADS[:3], ids=str)
+@pytest.mark.parametrize("name", ["private V", "private K", "K of the root"])
+def test_a_nan_stays_with_its_requests(name, heads):
+    problem = narrow(heads)
+    bad = poisoned(problem, POISONS[name])
+    for plan in plans_of(problem):
+        assert_contained(problem, bad, *attend(bad, plan))
+
+
+# --- what must be found ---------------------------------------------------------------------------
+
+SCORES = {
+    "queries of one term": (
+        "consume", "s = warpgroup_mma(low, k, z, use_acc=False, is_async=True)", "s = z",
+    ),
+    "scores in other units": ("two_terms", "gl.convert_layout(unit, ROWS)", "unit * 2"),
+    "values without their scale": ("consume", "acc = acc * v_scale", "acc = acc"),
+    "values of the block before": (
+        "convert", "rings.kv.index(2 * stage).slice", "rings.kv.index(0).slice",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", SCORES)
+def test_wrong_products_are_found(fault):
+    problem = narrow(RANGES)
+    plan = plans_of(problem)[0]
+    with pytest.raises(AssertionError):
+        assert_attention(problem, *attend(problem, plan, [SCORES[fault]]))
+
+
+@pytest.mark.long
+def test_values_that_overwrite_those_in_use_are_found(monkeypatch):
+    """Of tiles of two warpgroups that take their turns, one of which is late."""
+    monkeypatch.setattr(emulated_gluon, "LONGEST_WAIT_S", 3)  # some turns then never come
+    problem = narrow(RANGES)
+    plan = plans_of(problem)[0]
+    early = "copy_block", "mbarrier.wait(rings.k_free", "(lambda *_: None)(rings.k_free"
+    wait = "acc = warpgroup_mma_wait"
+    late = "add_values", wait, f"__import__('time').sleep(0.1); {wait}"
+    with pytest.raises(AssertionError):
+        assert_attention(problem, *attend(problem, plan, [early, late]))
+
+
+CLEANING = {
+    "keys are left": ("clean", "finite[:, None], b_k, nan", "finite[:, None], b_k, b_k"),
+    "values are left": ("clean", "b_v, gl.zeros_like(b_v)", "b_v, b_v"),
+    "values are those of the first run": (
+        "produce_cleaned", "clean(k, v, values_of(rings, stage, S), S)", "clean(k, v, v, S)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", CLEANING)
+def test_a_fault_of_the_second_run_is_found(fault):
+    problem = narrow(RANGES)
+    bad = poisoned(problem, POISONS["private V"])
+    plan = plans_of(problem)[-1]
+    assert_contained(problem, bad, *attend(bad, plan))
+    with pytest.raises(AssertionError):
+        assert_contained(problem, bad, *attend(bad, plan, [CLEANING[fault]]))
+
+
+WAITS = {
+    "queries before the blocks of items before": (
+        "produce", "convert_all_but(before + 1, pending", "convert_all_but(99, pending",
+    ),
+    "blocks that are never passed on": (
+        "produce", "convert_all_but(0, pending", "convert_all_but(1, pending",
+    ),
+    "more pending blocks than stages allow": ("copy_block", "ahead(S)", "S.STAGES"),
+    "values that wait for their own place": (
+        "wait_for_room", "gl.where(same, stage - HALF, stage + HALF)", "stage",
+    ),
+}  # fmt: skip
+
+
+# tiles of one block each, several a CTA
+SHORT = path_table([], [-1] * 80, [5] * 80)
+
+
+def test_many_short_items():
+    problem = narrow(HeadConfig(16, 1, 64), SHORT)
+    plan = Planner(problem.heads, num_sms=CTAS, headroom=3).plan(SHORT)
+    assert int(plan.words[W.H_NUM_ITEMS]) >= 3 * CTAS
+    assert_attention(problem, *attend(problem, plan))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", WAITS)
+def test_a_producer_that_waits_for_itself_is_found(fault, monkeypatch):
+    monkeypatch.setattr(emulated_gluon, "LONGEST_WAIT_S", 3)
+    short = fault == "queries before the blocks of items before"
+    problem = narrow(HeadConfig(16, 1, 64), SHORT if short else forest(1500))
+    plan = Planner(problem.heads, num_sms=CTAS, headroom=3).plan(problem.paths)
+    with pytest.raises(AssertionError, match="never passed"):
+        attend(problem, plan, [WAITS[fault]])

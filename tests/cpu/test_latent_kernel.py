@@ -1,0 +1,251 @@
+"""The kernel over latent KV, its own source emulated on a CPU: full attention over tiny plans, NaN
+that stays with its request, and faults in its source that must be found. And what ptxas makes of it
+for Hopper."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from sgl_prefix_attn.execute.backends import choice
+from sgl_prefix_attn.execute.backends.choice import why_no_backend, why_no_hopper_on
+from sgl_prefix_attn.execute.backends.family import HOPPER, PORTABLE
+from sgl_prefix_attn.kernels.latent.latent_attention import latent_tile_kernel
+from sgl_prefix_attn.kernels.latent.latent_options import latent_build, latent_constants
+from sgl_prefix_attn.plan.cut_time import LatentRates
+from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.planner import Planner
+from sgl_prefix_attn.records import HeadConfig
+from tests.cpu.test_hopper_build import SHARED_MEMORY, SPILL, tool
+from tests.support import emulated_gluon, running
+from tests.support.emulated_latent import EmulatedLatent
+from tests.support.forests import path_table
+from tests.support.multi_token import multi_token
+from tests.support.poison import NAN, POISONS, Poison, assert_contained, forest, poisoned
+from tests.support.problems import assert_attention, make_problem
+
+CTAS = 3  # several items each
+
+
+def mla(heads: int) -> HeadConfig:
+    return HeadConfig(heads, 1, 576, 512)
+
+
+def plans_of(paths, heads, query_lens=None):
+    """One whole and one in most parts."""
+    planner = Planner(heads, num_sms=2 * CTAS, rates=LatentRates(), headroom=3, tile_rows=64)
+    tree = build_forest(paths, query_lens)
+    cuts = sorted(planner.cuts(tree), key=lambda cut: int(cut.parts.max()))
+    assert cuts[0].parts.max() == 1 < cuts[-1].parts.max()
+    return [planner.serialize(tree, cut) for cut in (cuts[0], cuts[-1])]
+
+
+def executor_of(problem, plan, faults=()):
+    backend = EmulatedLatent(problem.heads, problem.dtype, torch.device("cpu"))
+    backend.num_sms, backend.faults = CTAS, faults
+    executor = running.executor_of(backend, problem, plan)
+    running.load(executor, problem, plan)
+    return executor
+
+
+def attend(problem, executor, apart=False, wants_lse=True):
+    out = torch.full_like(problem.q[..., :512], math.nan)
+    lse = torch.full(out.shape[:2], math.nan) if wants_lse else None
+    layer = problem.layer(out, out_lse=lse)
+    if apart:  # as SGLang's: of products by head
+        q = problem.q[..., :512].transpose(0, 1).contiguous().transpose(0, 1)
+        layer = replace(layer, q=q, q_rope=problem.q[..., 512:])
+    executor.run(layer)
+    assert not executor.workspace.tickets.any(), "the next launch starts from counters of 0"
+    return (out, lse) if wants_lse else (out,)
+
+
+# a query's rows fill a tile, or leave some of it empty; keys of bits, and of ranges of rows
+@pytest.mark.parametrize(
+    ("heads", "apart"),
+    [
+        (16, True),
+        pytest.param(12, False, marks=pytest.mark.slow),
+        pytest.param(32, False, marks=pytest.mark.slow),
+        pytest.param(1, True, marks=pytest.mark.slow),
+    ],
+)
+def test_tiny_plans_are_full_attention(heads, apart):
+    problem = make_problem(forest(90), mla(heads), torch.bfloat16)
+    for plan in plans_of(problem.paths, problem.heads):
+        assert_attention(problem, *attend(problem, executor_of(problem, plan), apart))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("heads", [12, 1])  # of a tile of 60 rows, and of 5
+def test_shares_of_many_parts_and_few(heads):
+    paths = path_table([(-1, 2300)], [0] * 5, [5, 63, 9, 1, 30])
+    problem = make_problem(paths, mla(heads), torch.bfloat16)
+    planner = Planner(problem.heads, num_sms=40, rates=LatentRates(), headroom=3, tile_rows=64)
+    tree = build_forest(paths)
+    cuts = {int(cut.parts.max()): cut for cut in planner.cuts(tree)}
+    few, many = min(set(cuts) - {1}), max(cuts)
+    assert few <= 4 and many > 16, "fewer and more than are merged at once"
+    for parts in (few, many):
+        executor = executor_of(problem, planner.serialize(tree, cuts[parts]))
+        assert_attention(problem, *attend(problem, executor))
+
+
+@pytest.mark.long
+def test_without_an_lse():
+    problem = make_problem(forest(90), mla(20), torch.bfloat16)
+    for plan in plans_of(problem.paths, problem.heads):
+        assert_attention(problem, *attend(problem, executor_of(problem, plan), wants_lse=False))
+
+
+@pytest.mark.long
+def test_growth():
+    problem = make_problem(forest(90), mla(8), torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    plan = plans_of(problem.paths, problem.heads)[-1]
+    executor = executor_of(problem, plan)
+    for _ in range(2):
+        executor.append(problem.seq_lens + 1, problem.grow(generator))
+    assert_attention(problem, *attend(problem, executor))
+    bad = poisoned(problem, Poison("v", NAN, 4, lambda n: n - 1))
+    assert_contained(problem, bad, *attend(bad, executor))
+
+
+@pytest.mark.long
+def test_several_query_tokens():
+    asked = multi_token(
+        path_table([(-1, 130)], [0, 0, -1], [5, 63, 90]), [4, 1, 9], mla(12), torch.bfloat16
+    )
+    for plan in plans_of(asked.requests.paths, mla(12), np.array([4, 1, 9], np.int32)):
+        executor = executor_of(asked.requests, plan)
+        assert_attention(asked.queries, *attend(asked.queries, executor))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", POISONS)
+def test_requests_that_do_not_see_it_are_not_hit(name):
+    problem = make_problem(forest(90), mla(12), torch.bfloat16)
+    poison = POISONS[name]
+    if "some share" in name:
+        poison = poison._replace(token=lambda n: 75)
+    bad = poisoned(problem, poison)
+    # of the right half alone, too
+    late = poisoned(problem, poison)
+    if poison.cache == "v":
+        late.k = problem.k.clone()
+        token = poison.token(int(problem.seq_lens[poison.request]))
+        late.k[problem.req_to_token[problem.pool[poison.request], token].long(), 0, 400] = (
+            poison.value
+        )
+        late.v = late.k[..., :512]
+    for plan in plans_of(problem.paths, problem.heads):
+        executor = executor_of(problem, plan)
+        assert_contained(problem, bad, *attend(bad, executor))
+        assert_contained(problem, late, *attend(late, executor))
+
+
+FAULTS = {
+    "no mask": ("score", "& MASKED) != 0", "& MASKED) == 99"),
+    "a block is left out": ("score", "range(num_blocks)", "range(num_blocks - 1)"),
+    "the right half shrinks late": ("score", "r.alpha.store(gl.max(alpha, 1))", "pass"),
+    "a part is not counted": ("count_half", "WG, 1, sem", "WG, 0, sem"),
+    "a share is left out": ("merge_shares", "first = ", "first = share + 0 * "),
+    "a row of each share is left out": ("merge_rows", "row < end", "row < end - 1"),
+    "a counter stays": ("leave", "== 2 * parts - 1", "== 2 * parts"),
+    "parts without their scales": ("add_parts", "(weight * scale)", "weight"),
+    "no cleaning": ("gather_items", "clean_rows(", "(lambda *_: None)("),
+    "the rope is left": ("clean_rows", "kr.slice(i, STEP).store", "(lambda *_: None)"),
+    "no second run": ("score", "must_run_again(r, 4) != 0", "False"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault, monkeypatch):
+    monkeypatch.setattr(emulated_gluon, "LONGEST_WAIT_S", 3)
+    problem = make_problem(forest(90), mla(12), torch.bfloat16)
+    bad = poisoned(problem, POISONS["private V"])
+    plan = plans_of(problem.paths, problem.heads)[-1]
+    with pytest.raises(AssertionError):
+        executor = executor_of(problem, plan, (FAULTS[fault],))
+        assert_attention(problem, *attend(problem, executor))
+        assert_contained(problem, bad, *attend(bad, executor))
+
+
+# --- the build, and which layers it is for --------------------------------------------------------
+
+
+def build(heads, has_lse):
+    constants = latent_constants(heads, has_lse=has_lse)
+    kinds = dict.fromkeys(("q", "rope", "kv", "out"), "bf16")
+    kinds |= {"lse": "fp32", "partial_out": "fp16", "partial_state": "fp32"}
+    kinds |= dict.fromkeys(("counters", "words", "slots", "keys"), "i32")
+    signature = {f"{name}_ptr": f"*{kind}" for name, kind in kinds.items()}
+    strides = ("q", "q_head", "rope", "rope_head", "kv", "out")
+    signature |= {f"stride_{name}": "i32" for name in strides}
+    signature |= {"sm_scale": "fp32"} | dict.fromkeys(constants, "constexpr")
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, kind in enumerate(signature.values())
+        if kind not in ("fp32", "constexpr")
+    }
+    return triton.compile(
+        GluonASTSource(latent_tile_kernel, signature, constants, aligned),
+        target=GPUTarget("cuda", 90, 32),
+        options=latent_build(),
+    )
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("compiled_once")
+@pytest.mark.parametrize("heads", [1, 8, 12, 16, 20, 24, 32])
+def test_no_spills_and_hopper_instructions(heads, tmp_path):
+    compiled = build(heads, has_lse=heads != 16)
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    assert re.search(r"STACK:0 .*LOCAL:0 ", tool("cuobjdump", "-res-usage", cubin))
+    sass = tool("nvdisasm", "-c", cubin)
+    assert not SPILL.search(sass), "registers are spilled"
+    # 576 / 16 products for scores, and BLOCK / 16 for either half of the values
+    assert len(re.findall(r"\bHGMMA", sass)) == 36 + 2 * 4
+    assert "LDGSTS.E.BYPASS.128" in sass, "rows are not copied 16 bytes a thread"
+    # each warpgroup waits for parts, and then has eight loads of them on their way, or sixteen
+    assert sass.count("CCTL.IVALL") == 2
+    loads = [len(re.findall(rf"LDG\.E\.{bits}\.STRONG", sass)) for bits in (128, 64)]
+    assert loads == [2 * 2 * 8, 2 * 16]
+
+
+def test_there_is_no_portable_one(monkeypatch):
+    monkeypatch.setattr(choice, "why_no_backend", lambda *args: None)
+    monkeypatch.setattr(choice, "_runs_triton", lambda device: True)
+    with pytest.raises(ValueError, match="no portable kernels on cpu for layers:latent"):
+        choice.new_backend(PORTABLE, torch.device("cpu"), mla(16), torch.bfloat16)
+
+
+def test_there_is_none_for_aligned_plans(monkeypatch):
+    monkeypatch.setattr(choice, "why_no_backend", lambda *args: None)
+    with pytest.raises(ValueError, match="aligned plans over latent KV"):
+        choice.new_backend(HOPPER, torch.device("cpu"), mla(16), torch.bfloat16, part_tokens=2048)
+
+
+def test_for_which_layers_it_is_built():
+    bf16 = torch.bfloat16
+    assert why_no_hopper_on((9, 0), mla(16), bf16) is None
+    assert why_no_hopper_on((9, 0), mla(32), bf16) is None
+    assert why_no_hopper_on((9, 0), mla(64), bf16) == "group_size:64"
+    assert why_no_hopper_on((9, 0), mla(16), torch.float16) == "dtype:float16"
+    assert why_no_hopper_on((9, 0), mla(16), bf16, torch.float8_e4m3fn) == "kv_dtype:float8_e4m3fn"
+    assert why_no_hopper_on((9, 0), HeadConfig(16, 1, 320, 256), bf16) == "latent_dim:256"
+    assert why_no_hopper_on((10, 0), mla(16), bf16) == "compute:10.0"
+    assert why_no_backend(torch.device("cpu"), mla(64), bf16) is None
+    with pytest.raises(ValueError, match="33 query heads over latent KV: 1 to 32"):
+        latent_constants(33, has_lse=False)

@@ -1,0 +1,119 @@
+"""Which of SGLang's backends decodes beside plans, and that the policy predicts that one."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+
+from sgl_prefix_attn.engine import backend as backend_module
+from sgl_prefix_attn.engine import fallback
+from sgl_prefix_attn.engine.fallback import Fallback, choose
+from sgl_prefix_attn.engine.layer_groups import CHUNK, FULL, WINDOW, LayerTraits
+from sgl_prefix_attn.settings import Settings
+from tests.sglang.fake_server import HKV, HQ, D, Server, Stock
+
+H100, BF16 = "NVIDIA H100 80GB HBM3", torch.bfloat16
+PLAIN = LayerTraits(FULL, -1, 32, 8, 128, 128, BF16, BF16)
+NARROW_WINDOW = replace(PLAIN, kind=WINDOW, window=127)
+SINK = replace(PLAIN, sinks=BF16)
+# Kinds of layers, and why FlashInfer cannot serve a model of them.
+MODELS = {
+    "llama": ([PLAIN], None),
+    "gemma2": ([PLAIN, replace(PLAIN, kind=WINDOW, window=4095)], None),  # its cap is tanh
+    "e4m3": ([replace(PLAIN, kv_dtype=torch.float8_e4m3fn)], None),
+    "float32": ([replace(PLAIN, dtype=torch.float32, kv_dtype=torch.float32)], None),
+    "llama4": ([PLAIN, replace(PLAIN, kind=CHUNK)], "layers:chunks"),
+    "gpt_oss": ([SINK, replace(NARROW_WINDOW, sinks=BF16)], "layers:sinks"),
+    "mimo_v2": ([replace(PLAIN, head_dim=192)], "layers:head_dim"),
+    "gemma4": ([replace(PLAIN, num_kv_heads=4), NARROW_WINDOW], "layers:different_heads"),
+    "two windows": (
+        [PLAIN, NARROW_WINDOW, replace(NARROW_WINDOW, window=1023)],
+        "layers:windows",
+    ),
+    "grok": ([replace(PLAIN, transforms=True)], "layers:logit_transform"),
+    "deepseek": (
+        [replace(PLAIN, num_kv_heads=1, head_dim=576, v_head_dim=512, latent=True)],
+        "layers:latent",
+    ),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_on_a_gpu(model):
+    layers, against = MODELS[model]
+    default = Fallback("fa3", "asked")
+    assert choose("default", "fa3", H100, layers) == default
+    if against is None:
+        assert choose("auto", "fa3", H100, layers) == Fallback("flashinfer", "usual")
+        assert choose("flashinfer", "fa3", H100, layers) == Fallback("flashinfer", "asked")
+    else:
+        assert choose("auto", "fa3", H100, layers) == Fallback("fa3", against)
+        with pytest.raises(ValueError, match=f"FALLBACK=flashinfer: .*{against}.*to run fa3"):
+            choose("flashinfer", "fa3", H100, layers)
+
+
+def test_where_sglangs_default_was_measured_to_be_better(monkeypatch):
+    monkeypatch.setattr(fallback, "DEFAULT_IS_BETTER", {H100})
+    assert choose("auto", "fa3", H100, [PLAIN]) == Fallback("fa3", "less_regret")
+    assert choose("flashinfer", "fa3", H100, [PLAIN]).name == "flashinfer"
+    assert choose("auto", "fa3", "NVIDIA H200", [PLAIN]).name == "flashinfer"
+
+
+def test_on_a_cpu():
+    assert choose("auto", "torch_native", None, [PLAIN]) == Fallback("torch_native", "device:cpu")
+    with pytest.raises(ValueError, match="cannot serve this model here .device:cpu."):
+        choose("flashinfer", "torch_native", None, [PLAIN])
+
+
+# --- a server ------------------------------------------------------------------------------------
+
+
+USUAL, TOLD = Fallback("flashinfer", "usual"), Fallback("fa3", "asked")
+
+
+def window_layer():
+    return {"others": [RadixAttention(HQ, D, D**-0.5, HKV, 1, sliding_window_size=16)]}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "options", "made"),
+    [
+        (USUAL, {}, ["flashinfer"]),
+        (TOLD, {}, ["fa3"]),
+        (TOLD, window_layer(), ["fa3", "fa3"]),  # of graphs with prefix kernels
+        (USUAL, {"prefill": "prefix"}, ["flashinfer", "fa3"]),  # which extends faster
+        (TOLD, {"prefill": "prefix"}, ["fa3"]),  # for all batches
+    ],
+)
+def test_one_backend_is_composed_and_its_times_are_predicted(chosen, options, made, monkeypatch):
+    server = Server(monkeypatch, **options)
+    runner, built = server.runner, backend_module.build
+    runner.server_args.attention_backend = "fa3"
+    composed, predicted = [], []
+
+    def create(runner, name):
+        composed.append(name)
+        return Stock([])
+
+    def noted(runner, heads, settings, name):
+        predicted.append(name)
+        return built(runner, heads, settings, name)
+
+    monkeypatch.setattr(fallback, "of", lambda runner, settings: chosen)
+    monkeypatch.setattr(backend_module, "create_stock", create)
+    monkeypatch.setattr(backend_module, "build", noted)
+    backend = backend_module.PrefixAttnBackend(runner, Settings(headroom=8, prefill=True))
+    assert composed == made and predicted == [chosen.name]
+    assert backend.fallback == chosen
+
+
+def test_a_server_is_asked_for_all_its_layers(monkeypatch):
+    """On a GPU, with sinks."""
+    server = Server(monkeypatch, sinks=torch.zeros(HQ), **window_layer())
+    server.runner.server_args.attention_backend = "fa3"
+    server.runner.device = "cuda"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: H100)
+    assert fallback.of(server.runner, Settings()) == Fallback("fa3", "layers:sinks")
+    with pytest.raises(ValueError, match="layers:sinks"):
+        fallback.of(server.runner, Settings(fallback="flashinfer"))

@@ -1,0 +1,37 @@
+"""Both families of kernels, as tests drive them on a GPU."""
+
+import pytest
+import torch
+
+from sgl_prefix_attn.execute.backends.choice import new_backend, why_no_backend, why_no_hopper
+from sgl_prefix_attn.execute.backends.family import HOPPER, PORTABLE
+from sgl_prefix_attn.kernels import words as W
+from sgl_prefix_attn.plan.cut_time import KernelRates, PortableRates
+from sgl_prefix_attn.plan.planner import Planner
+from tests.support.gpu_problems import DEVICE, LLAMA
+
+FAMILIES = (HOPPER, PORTABLE)
+
+
+def backend_of(family, heads=LLAMA, dtype=torch.bfloat16, **options):
+    """The kernels of this GPU; skips the test where it has none."""
+    device = torch.device(DEVICE)
+    why_not = why_no_hopper if family == HOPPER else why_no_backend
+    if (reason := why_not(device, heads, dtype)) is not None:
+        pytest.skip(f"no {family} kernels here: {reason}")
+    return new_backend(family, device, heads, dtype, **options)
+
+
+def planner_of(backend, headroom=20, **options) -> Planner:
+    rates = PortableRates() if backend.splits_nodes else KernelRates()
+    return backend.planner(rates, headroom=headroom, **options)
+
+
+def newest(plan, seq_lens):
+    """Entries int64 [B] of kv_indices for tokens appended at seq_lens - 1."""
+    words = torch.from_numpy(plan.words).long()
+    growths = words[words[W.H_GROWTHS] :][: plan.batch_size * W.GROWTH_WORDS]
+    growths = growths.view(-1, W.GROWTH_WORDS)
+    step = seq_lens.cpu().long() - growths[:, W.G_LEN]
+    column = (step - 1) * growths[:, W.G_GROWING] + growths[:, W.G_INDEX]
+    return words[growths[:, W.G_ORDER] + column // W.BLOCK] * W.BLOCK + column % W.BLOCK
