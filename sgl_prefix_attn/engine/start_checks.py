@@ -49,11 +49,15 @@ def not_named_to_the_model(server_args):
     """Hide the decode backend while SGLang looks at the model.
 
     Some models' code there knows which of SGLang's backends can run them, and refuses any other
-    name. What it then chooses serves them by itself (stock_alone.py), or what no plan can.
+    name, and none beside a prefill backend. What it then chooses serves them by itself
+    (stock_alone.py), or what no plan can.
     """
-    hidden = sglang_config.options(server_args).decode_attention_backend == BACKEND_NAME
+    options = sglang_config.options(server_args)
+    hidden = options.decode_attention_backend == BACKEND_NAME
     if hidden:
-        sglang_config.settle(server_args, decode_attention_backend=None)
+        prefill = None if options.attention_backend else options.prefill_attention_backend
+        shown = None if prefill == BACKEND_NAME else prefill
+        sglang_config.settle(server_args, decode_attention_backend=shown)
     try:
         yield
     finally:

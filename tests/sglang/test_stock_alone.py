@@ -92,6 +92,12 @@ def test_prefix_changes_nothing_that_sglang_chooses_for_a_model(resolve, model_t
         assert sglang_config.attention_backends(args) == (prefill, "prefix")
 
 
+def test_a_prefill_backend_that_a_model_accepts_may_be_named_beside_prefix(resolve):
+    args = resolve("gpt_oss", prefill_attention_backend="triton", decode_attention_backend="prefix")
+    assert sglang_config.attention_backends(args) == ("triton", "prefix")
+    assert sglang_config.default_backend(args) == "fa3"
+
+
 def test_another_backend_that_a_model_cannot_run_is_still_refused(resolve):
     with pytest.raises(AssertionError, match="GptOssForCausalLM"):
         resolve("gpt_oss", attention_backend="flashinfer", decode_attention_backend="prefix")
