@@ -86,7 +86,8 @@ def start(config: Config, backend: str, model: Path, folder: Path) -> Process:
         "PROBE_FAULT": job["fault"],
         **config.env,
     }
-    alone = any(name.startswith("SGLANG_") for name in config.env)
+    on_gpu = job["engine"]["device"] == "cuda"  # whose context does not survive a fork
+    alone = on_gpu or any(name.startswith("SGLANG_") for name in config.env)
     process = (SpawnProcess if alone else ForkServerProcess)(target=_drive, args=(folder, env))
     with patch.dict(os.environ, _ALWAYS):
         process.start()
