@@ -20,6 +20,10 @@ from sgl_prefix_attn.step.policy import PLAN_US
 # has run them yet: until one has, SGLang's own backend serves such models on GPUs.
 NARROW_KV_ON_GPUS = False
 
+# Graphs of two fallback instances, linear attention or sinks have not been captured or timed on a
+# GPU: until they have, SGLang's own backend serves models with such layers there.
+SEVERAL_KINDS_ON_GPUS = False
+
 # Kernels over latent KV were right on an H100 before parts were merged by shares, which no GPU has
 # run yet, and have not been timed beside SGLang's: until they are, its own backend serves such
 # models on every GPU.
@@ -116,20 +120,17 @@ def unsupported_prompts(runner) -> str | None:
 def _untried(runner) -> str | None:
     """Say why a model with layers of other kinds runs no plans for those of full attention either,
     or None."""
-    on_gpu = torch.device(runner.device).type == "cuda"
-    if not on_gpu and speculative(runner.server_args) is None:
+    tried = SEVERAL_KINDS_ON_GPUS or torch.device(runner.device).type != "cuda"
+    if tried and speculative(runner.server_args) is None:
         return None
     pool = runner.token_to_kv_pool
     composed = None if _full_pool(pool) is pool else _pool_name(pool)
-    return untried_on_gpus(layer_groups.read(runner), composed)
+    return several_kinds(layer_groups.read(runner), composed)
 
 
-def untried_on_gpus(groups: LayerGroups, pool: str | None) -> str | None:
-    """Name what keeps a model with layers of other kinds from plans on a GPU, or None. pool: the
+def several_kinds(groups: LayerGroups, pool: str | None) -> str | None:
+    """Name what a model has besides layers of full attention that run plans, or None. pool: the
     class of its KV pool where that is composed of several, else None."""
-    # Graphs of two fallback instances, linear attention or sinks have not been captured or timed on
-    # a GPU: until they have, SGLang's own backend serves such models there, and nothing but these
-    # lines sees to it.
     reasons = {
         groups.left_out: True,
         f"kv_pool:{pool}": pool is not None,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sgl_prefix_attn.engine import fallback, sglang_config
+from sgl_prefix_attn.engine import fallback, model_facts, sglang_config
 from sgl_prefix_attn.engine.layer_groups import (
     CHUNK,
     FULL,
@@ -15,7 +15,6 @@ from sgl_prefix_attn.engine.layer_groups import (
     LayerTraits,
     divide,
 )
-from sgl_prefix_attn.engine.model_facts import unmeasured_on_gpus, untried_on_gpus
 from sgl_prefix_attn.engine.start_checks import raise_if_unsupported
 from sgl_prefix_attn.ranges import in_short
 from sgl_prefix_attn.settings import Settings
@@ -63,7 +62,9 @@ def outlook(folder: Path, tp: int) -> Outlook:
     if planned is None or problem:
         return Outlook(stock=problem, traits=traits)
     # as the server does: model_facts.unsupported_model, why_no_kernels
-    stock = untried_on_gpus(groups, _composed_pool(config)) or unmeasured_on_gpus(planned.traits)
+    several = model_facts.several_kinds(groups, _composed_pool(config))
+    stock = None if model_facts.SEVERAL_KINDS_ON_GPUS else several
+    stock = stock or model_facts.unmeasured_on_gpus(planned.traits)
     return Outlook("", stock or "", _layers(groups, linear), planned.traits, traits)
 
 

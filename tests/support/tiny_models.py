@@ -106,15 +106,15 @@ _RELEASED = {
 }
 
 
-def write_tiny(path: Path, kind: str) -> Path:
-    """Write a model of one of KINDS, as transformers writes it."""
+def write_tiny(path: Path, kind: str, dtype: torch.dtype = torch.float32, **changes) -> Path:
+    """Write a model of one of KINDS, as transformers writes it; `changes` are to its config."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     write_tiny_llama(path)  # for the tokenizer
-    config = AutoConfig.for_model(kind, **_TINY | KINDS[kind])
+    config = AutoConfig.for_model(kind, **_TINY | KINDS[kind] | changes)
     with torch.random.fork_rng():
         torch.manual_seed(0)  # of what is left as it is made
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -1,0 +1,98 @@
+"""Models with layers of several kinds, or latent KV, on engines with CUDA graphs: their layers of
+full attention run plans, others SGLang's own kernels in the same step. Every second step is checked
+by these, layer by layer; steps from graphs by outputs as near as those of two stock backends."""
+
+import pytest
+import torch
+
+from tests.gpu import test_engines as plain_engines
+from tests.gpu.test_configurations import CHECKS, PREFIX
+from tests.gpu.test_engines import ENGINE, MARGIN, NOISE, REFERENCE, TESTED, equal_share
+from tests.sglang.engine import Config, plain, result, start, wait
+from tests.support.tiny_models import write_tiny
+
+facts = pytest.importorskip("sgl_prefix_attn.engine.model_facts")
+pytestmark = plain_engines.pytestmark
+
+STATES = {"max_mamba_cache_size": 96}
+# Changes to the tiny model's config, engine arguments, and the stock backend that it is compared
+# with, which prefills for both.
+KINDS = {
+    "qwen3_next": (
+        {"head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+        STATES, REFERENCE,
+    ),
+    "lfm2": ({"head_dim": 64, "hidden_size": 512}, STATES, REFERENCE),
+    "mellum": ({"head_dim": 128}, {}, REFERENCE),
+    "gpt_oss": ({"head_dim": 64}, {"moe_runner_backend": "triton"}, "fa3"),
+    "deepseek_v2": (
+        {
+            "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64,
+            "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+        },
+        {}, "fa3",
+    ),
+}  # fmt: skip
+CLOSED = {kind: not facts.SEVERAL_KINDS_ON_GPUS for kind in KINDS}
+CLOSED["deepseek_v2"] = not facts.LATENT_KV_ON_GPUS
+EACH = pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.skipif(closed, reason="stock on GPUs"))
+        for kind, closed in CLOSED.items()
+    ],
+)
+SCENARIOS = plain("staggered", "late_prompt", "two_turns", "long_siblings")
+FAULT = ("long_siblings", "shared_node_dropped")
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory, request):
+    """Folders of finished engines by kind and backend, of the kinds whose tests run; all start at
+    once."""
+    items = [item for item in request.session.items if item.path == request.path]
+    wanted = {item.callspec.params["kind"] for item in items}
+    folder = tmp_path_factory.mktemp("kinds")
+    env = {"PREFIX_ATTN_CPU_PLATFORM": "0", "PREFIX_ATTN_POLICY": "prefix", **CHECKS}
+    started = {}
+    for kind in wanted:
+        changes, engine, stock = KINDS[kind]
+        model = write_tiny(folder / kind, kind, torch.bfloat16, **changes)
+        for backend in (stock, NOISE):
+            config = Config(kind, SCENARIOS, ENGINE | engine, env)
+            started[kind, backend] = start(config, backend, model, folder / f"{kind}-{backend}")
+        engine = ENGINE | engine | {"prefill_attention_backend": stock}
+        config = Config(kind, (*SCENARIOS, FAULT), engine, env)
+        started[kind, TESTED] = start(config, TESTED, model, folder / f"{kind}-{TESTED}")
+    for (kind, backend), process in started.items():
+        wait(process, folder / f"{kind}-{backend}")
+    return folder
+
+
+@EACH
+def test_full_layers_run_plans(engines, kind):
+    stock, noise, run = (
+        result(engines / f"{kind}-{backend}") for backend in (KINDS[kind][-1], NOISE, TESTED)
+    )
+    steps = [step for key in SCENARIOS for step in run.steps[key]]
+    assert {(step["variant"], step["reason"]) for step in steps} == {PREFIX}
+    assert any(step["cross_check"] for step in steps)
+    assert not any(step["mismatches"] for step in steps)
+    siblings = [x for x in run.steps["long_siblings", ""] if x["nodes"] and len(x["requests"]) == 4]
+    assert any(step["read"] < 0.6 * step["query_centric"] for step in siblings)
+    assert all("cuda graph: True" in x.log for x in (stock, run))
+    outputs, expected, others = (
+        [tokens for key in SCENARIOS for tokens in x.outputs[key]] for x in (run, stock, noise)
+    )
+    share, allowed = equal_share(expected, outputs), equal_share(expected, others)
+    print(f"{kind}: equal tokens {share:.4f}, two stock backends {allowed:.4f}")
+    assert share >= allowed - MARGIN
+
+
+@EACH
+def test_a_planted_fault_is_found(engines, kind):
+    run = result(engines / f"{kind}-{TESTED}")
+    assert run.outputs[FAULT] != run.outputs["long_siblings", ""]
+    mismatches = [step["mismatches"] for step in run.steps[FAULT]]
+    assert mismatches[-1] > mismatches[0]
