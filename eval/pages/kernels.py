@@ -16,7 +16,7 @@ NAMES = {
     "best stock": "the best of SGLang's for each tree",
 }  # fmt: skip
 HEADS = ("kernel_h100_slices", "kernel_h100_16-8", "kernel_h100_32-32", "kernel_h100_32-4")
-E4M3 = ("kernel_h100_e4m3", "kernel_h100_e4m3_heads", "kernel_h100_e4m3_again")
+E4M3 = ("kernel_h100_e4m3", "kernel_h100_e4m3_heads")
 WIDE_HEADS = ("kernel_h100_256", "kernel_h200_256")
 
 

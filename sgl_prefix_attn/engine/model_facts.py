@@ -24,9 +24,8 @@ NARROW_KV_ON_GPUS = False
 # GPU: until they have, SGLang's own backend serves models with such layers there.
 SEVERAL_KINDS_ON_GPUS = False
 
-# Kernels over latent KV were right on an H100 before parts were merged by shares, which no GPU has
-# run yet, and have not been timed beside SGLang's: until they are, its own backend serves such
-# models on every GPU.
+# Kernels over latent KV are right on an H100 and have been timed there, not beside SGLang's nor in
+# a server: until they are, its own backend serves such models on every GPU.
 LATENT_KV_ON_GPUS = False
 
 # Whose draft models run decode steps of their own, as speculative() names them.
