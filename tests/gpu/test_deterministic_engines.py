@@ -5,7 +5,7 @@ import pytest
 
 from eval.tiny_model import write_tiny_llama
 from tests.gpu import test_engines as plain_engines
-from tests.gpu.test_engines import ENGINE, TESTED, all_from_graphs
+from tests.gpu.test_engines import ENGINE, NO_PREFILL_GRAPHS, TESTED, all_from_graphs
 from tests.sglang.engine import Config, plain, run_together
 
 determinism = pytest.importorskip("sgl_prefix_attn.engine.determinism")
@@ -38,7 +38,10 @@ def runs(tmp_path_factory):
     for name, arguments in RUNS.items():
         own = {"PREFIX_ATTN_KERNELS": "portable"} if name == "portable" else {}
         scenarios = BOTH if name == "usual" else SCENARIOS
-        jobs[name] = (Config(name, scenarios, ENGINE | arguments, env | own), TESTED)
+        jobs[name] = (
+            Config(name, scenarios, ENGINE | NO_PREFILL_GRAPHS | arguments, env | own),
+            TESTED,
+        )
     return run_together(jobs, model, folder)
 
 

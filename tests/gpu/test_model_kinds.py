@@ -7,7 +7,15 @@ import torch
 
 from tests.gpu import test_engines as plain_engines
 from tests.gpu.test_configurations import CHECKS, PREFIX
-from tests.gpu.test_engines import ENGINE, MARGIN, NOISE, REFERENCE, TESTED, equal_share
+from tests.gpu.test_engines import (
+    ENGINE,
+    MARGIN,
+    NO_PREFILL_GRAPHS,
+    NOISE,
+    REFERENCE,
+    TESTED,
+    equal_share,
+)
 from tests.sglang.engine import Config, plain, result, start, wait
 from tests.support.tiny_models import write_tiny
 
@@ -57,12 +65,13 @@ def engines(tmp_path_factory, request):
     env = {"PREFIX_ATTN_CPU_PLATFORM": "0", "PREFIX_ATTN_POLICY": "prefix", **CHECKS}
     started = {}
     for kind in wanted:
-        changes, engine, stock = KINDS[kind]
+        changes, own, stock = KINDS[kind]
+        engine = ENGINE | NO_PREFILL_GRAPHS | own
         model = write_tiny(folder / kind, kind, torch.bfloat16, **changes)
         for backend in (stock, NOISE):
-            config = Config(kind, SCENARIOS, ENGINE | engine, env)
+            config = Config(kind, SCENARIOS, engine, env)
             started[kind, backend] = start(config, backend, model, folder / f"{kind}-{backend}")
-        engine = ENGINE | engine | {"prefill_attention_backend": stock}
+        engine = engine | {"prefill_attention_backend": stock}
         config = Config(kind, (*SCENARIOS, FAULT), engine, env)
         started[kind, TESTED] = start(config, TESTED, model, folder / f"{kind}-{TESTED}")
     for (kind, backend), process in started.items():
