@@ -273,7 +273,7 @@ def test_steps_leave_nothing_behind(server):
 
     tracemalloc.start()
     try:
-        held = [held_after(250) for _ in range(3)]
+        held = [held_after(250) for _ in range(5)]
     finally:
         tracemalloc.stop()
     assert min(after - before for before, after in itertools.pairwise(held)) < 48 * 250
