@@ -60,7 +60,11 @@ def why_no_flashinfer(layers: Sequence[LayerTraits]) -> str | None:
         # It plans one window, and one number of heads, for all layers.
         "layers:windows": len({x.window for x in layers if x.kind == WINDOW}) > 1,
         "layers:different_heads": len({x.heads for x in layers}) > 1,
-        "layers:head_dim": any(x.head_dim != x.v_head_dim and not x.latent for x in layers),
+        # Its kernels are wrong, or read what is not theirs, for others: 80 and 96, say.
+        "layers:head_dim": any(
+            not x.latent and (x.head_dim != x.v_head_dim or x.head_dim not in (64, 128, 256))
+            for x in layers
+        ),
         "layers:logit_transform": any(x.transforms for x in layers),
         # By the name of its backend, the default's (latent_names.py), the model lays out what it
         # hands to a layer.

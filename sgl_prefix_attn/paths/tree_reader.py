@@ -27,7 +27,8 @@ class RunningBatch(NamedTuple):
 
     reqs          requests in batch order
     tree_cache    SGLang's prefix cache
-    seq_lens      int [B] KV tokens of each request, those that attend included
+    seq_lens      int [B] KV tokens of each request, those that attend included; of each further
+                  beam of a search one more behind these, which have no request
     req_to_token  int32 [rows, positions] KV slots, on SGLang's device
     is_exact      seq_lens are the device's; else they are as of the last results that the host
                   has processed, some tokens off: enough to decide by, but not to plan with

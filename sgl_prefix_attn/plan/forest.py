@@ -12,8 +12,11 @@ def build_forest(paths: PathTable, query_lens: np.ndarray | None = None) -> Fore
     A node with one request is part of that request's tail: splitting it off could save nothing. A
     node whose only child has the same requests is joined with the child. O(N + B).
     query_lens int32 [B]: how many tokens of each request attend, None: one.
-    Raises ValueError, naming the row, when a path holds more than what comes before those tokens.
+    Raises ValueError, naming the row, when a path holds more than what comes before those tokens,
+    and when there is no length or more than one of each path.
     """
+    if paths.seq_lens.shape != paths.leaf.shape:
+        raise ValueError(f"{paths.seq_lens.size} seq_lens of {paths.leaf.size} paths")
     room = paths.seq_lens - (1 if query_lens is None else query_lens)
     columns = _build(paths.parent, paths.length, paths.leaf, room)
     parent, start, end, num_queries, tail_parent, tail_start, row, too_long = columns

@@ -88,7 +88,7 @@ class StepPreparer(BatchPreparer):
     def prepare(self, batch: RunningBatch) -> Step:
         """Prepare the step about to run."""
         self._count.start(batch.reqs)
-        facts, decision = self._known_facts(batch.tree_cache, len(batch.reqs))
+        facts, decision = self._known_facts(batch)
         plan, is_compared = None, False
         if decision.variant == PREFIX:
             decision, plan, is_compared = self._decide(facts, batch)
@@ -135,15 +135,18 @@ class StepPreparer(BatchPreparer):
         """Note that a forward pass runs that is no step of this preparer."""
         self._count.interrupt()
 
-    def _known_facts(self, tree_cache, batch_size: int) -> tuple[BatchFacts, Decision]:
+    def _known_facts(self, batch: RunningBatch) -> tuple[BatchFacts, Decision]:
         """Return what is known without reading the batch, and the decision that it makes."""
-        graph = self._graph_problem(batch_size)
-        key = (type(tree_cache), self.settings.policy, self._problem, graph)
+        graph = self._graph_problem(len(batch.reqs))
+        has_beams = len(batch.seq_lens) != len(batch.reqs)
+        key = (type(batch.tree_cache), self.settings.policy, self._problem, graph, has_beams)
         if key not in self._known:
+            tree = unsupported_tree(batch.tree_cache)
             facts = BatchFacts(
                 policy=self.settings.policy,
                 model=self._problem,
-                tree=unsupported_tree(tree_cache),
+                # A beam has a row and KV slots of its own, which no request or node tells of.
+                tree="beam_search" if has_beams else tree,
                 graph=graph,
                 least_saving_us=self._least_saving_us,
             )

@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from sgl_prefix_attn.execute.params import Capacity
@@ -57,6 +58,16 @@ def test_a_forced_policy_and_an_unsupported_tree_or_model_are_stock_steps(world)
     assert run(other, world, 1).decision == Decision("stock", "layer_option:sinks")
     assert other.counters.kv_tokens["read"] == other.counters.kv_tokens["query_centric"] == 8 * 42
     assert not other.counters.plans
+
+
+def test_beams_without_a_request_are_stock_steps_and_end_the_plan(world):
+    steps = preparer()
+    assert run(steps, world, 1).new_plan is not None
+    batch = world.batch(2)
+    beams = np.concatenate([batch.seq_lens, batch.seq_lens[:1], batch.seq_lens[:1]])
+    decision = steps.prepare(batch._replace(seq_lens=beams)).decision
+    assert decision == Decision("stock", "beam_search")
+    assert run(steps, world, 3).new_plan is not None, "slots were remapped"
 
 
 def test_the_graphs_decide_by_the_size_of_the_batch(world):

@@ -285,6 +285,30 @@ async def long_siblings(engine):
     return await together(generate(engine, prompt + tokens(191 + i, 6 + i), 24) for i in range(4))
 
 
+async def beams(engine):
+    """A beam search, which has rows without requests, alone and then beside requests that share its
+    prompt; the texts of the beams come first."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    async def search(ids):
+        params = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+        request = GenerateReqInput(
+            input_ids=ids, sampling_params={**params, "beam_width": 4, "n": 2}
+        )
+        async for answer in engine.tokenizer_manager.generate_request(request, None):
+            found = answer["meta_info"]["beam_results"]
+        return [beam["output_ids"] for beam in found]
+
+    alone = await search(SYSTEM + tokens(200, 9))
+    begun = asyncio.Event()
+    sibling, beside, *others = await asyncio.gather(
+        generate(engine, SYSTEM + tokens(201, 7), 90, at={4: begun}),
+        after(begun, search(SYSTEM + tokens(202, 9))),
+        after(begun, generate(engine, SYSTEM + tokens(203, 5), 60)),
+    )
+    return [*alone, *beside, sibling, *others]
+
+
 async def crowd(engine):
     """Six requests under one prompt that is already cached: more than a small graph holds."""
     await generate(engine, SYSTEM, 2)

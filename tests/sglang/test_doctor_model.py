@@ -206,7 +206,7 @@ def test_heads_that_no_kernels_of_a_gpu_take(gpu, tmp_path, monkeypatch):
     ],
 )
 def test_the_backend_beside_plans_is_named(asked, status, said, tmp_path, monkeypatch):
-    write_tiny_llama(tmp_path, torch_dtype="bfloat16")
+    write_tiny_llama(tmp_path, head_dim=128, torch_dtype="bfloat16")
     monkeypatch.setattr(choice, "_runs_triton", lambda device: True)
     monkeypatch.setattr(choice.torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(model_outlook, "sglangs_choice", lambda folder, tp: "fa3")

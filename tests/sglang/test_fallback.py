@@ -25,6 +25,8 @@ MODELS = {
     "float32": ([replace(PLAIN, dtype=torch.float32, kv_dtype=torch.float32)], None),
     "llama4": ([PLAIN, replace(PLAIN, kind=CHUNK)], "layers:chunks"),
     "gpt_oss": ([SINK, replace(NARROW_WINDOW, sinks=BF16)], "layers:sinks"),
+    "phi3_mini": ([replace(PLAIN, num_kv_heads=32, head_dim=96, v_head_dim=96)], "layers:head_dim"),
+    "gemma2 9b": ([replace(PLAIN, head_dim=256, v_head_dim=256)], None),
     "mimo_v2": ([replace(PLAIN, head_dim=192)], "layers:head_dim"),
     "gemma4": ([replace(PLAIN, num_kv_heads=4), NARROW_WINDOW], "layers:different_heads"),
     "two windows": (
