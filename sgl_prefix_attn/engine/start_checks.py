@@ -86,6 +86,7 @@ def _stock_drafts(server_args) -> str:
     prefill = server_args.prefill_attention_backend or server_args.attention_backend
     by_prefill = server_args.speculative_attention_mode == "prefill"
     other = by_prefill and prefill not in (None, "fa3", BACKEND_NAME)
+    other |= server_args.kv_cache_dtype == "fp8_e5m2"  # which FlashAttention 3 does not read
     if not other and is_hopper_with_cuda_12_3() and is_no_spec_infer_or_topk_one(server_args):
         return "fa3"
     return "flashinfer"
@@ -106,13 +107,22 @@ def check(server_args) -> None:
 
 def raise_if_unsupported(model_config) -> None:
     """Raise ValueError for a model that the backend cannot serve at all."""
-    if not model_config.is_encoder_decoder:
-        return
     architectures = ", ".join(getattr(model_config.hf_config, "architectures", None) or [])
-    raise ValueError(
-        f"--attention-backend {BACKEND_NAME}: {architectures} is an encoder-decoder model; "
-        "supported are decoder-only models. Leave --attention-backend out to take SGLang's default."
-    )
+    reasons = {
+        "is an encoder-decoder model; supported are decoder-only models": (
+            model_config.is_encoder_decoder
+        ),
+        # By the server's arguments, where latent_names.py does not reach.
+        "lays out queries and keys by the backend's name, and knows others alone": (
+            "SarvamMLAForCausalLM" in architectures
+        ),
+    }
+    why_not = next((reason for reason, holds in reasons.items() if holds), None)
+    if why_not is not None:
+        raise ValueError(
+            f"--attention-backend {BACKEND_NAME}: {architectures} {why_not}. "
+            "Leave --attention-backend out to take SGLang's default."
+        )
 
 
 def _refuse_determinism(server_args, settings: Settings) -> None:

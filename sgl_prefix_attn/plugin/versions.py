@@ -18,7 +18,7 @@ _EVERYWHERE = (
     "draft_graph_key",
     "draft_graph_gate",
     "round_lengths",
-    "latent_backend_names",
+    "built_backends",
 )
 
 

@@ -163,6 +163,8 @@ class Server:
             model_config=SimpleNamespace(
                 has_attention_sinks=sinks is not None,
                 context_len=4096,
+                is_encoder_decoder=False,
+                hf_config=SimpleNamespace(architectures=["FakeForCausalLM"]),
                 kv_lora_rank=LATENT if latent else None,
             ),
             model=torch.nn.Sequential(self.layer, *others),

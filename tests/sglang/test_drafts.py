@@ -30,7 +30,6 @@ def test_a_draft_models_own_backend_is_stock(start, monkeypatch):
     server = start("EAGLE")
     draft_runner = copy(server.runner)
     draft_runner.is_draft_worker = True
-    draft_runner.model_config.is_encoder_decoder = False
     monkeypatch.setitem(fallback.ATTENTION_BACKENDS, "torch_native", lambda runner: server.stock)
     assert entry_point.create(draft_runner) is server.stock
     assert find_backend(draft_runner) is None, "no hook hands its batches to us"

@@ -10,7 +10,7 @@ from sgl_prefix_attn.engine import build, fallback, model_facts, sglang_config
 from sgl_prefix_attn.engine.runner_backend import find_observer
 from sgl_prefix_attn.execute.backends.portable_backend import PortableBackend
 from sgl_prefix_attn.metrics.counters import KvSize
-from sgl_prefix_attn.patches import batch_requests, latent_backend_names
+from sgl_prefix_attn.patches import batch_requests, built_backends
 from sgl_prefix_attn.plugin import entry_point, hooks
 from sgl_prefix_attn.records import Decision
 from sgl_prefix_attn.settings import Settings
@@ -211,7 +211,6 @@ def test_kernels_that_fail_at_start_leave_sglangs_own(monkeypatch, caplog):
     server = Server(monkeypatch, latent=True)
     runner = server.runner
     runner.server_args.attention_backend = "chosen"
-    runner.model_config.is_encoder_decoder = False
     runner.attn_backend = None
     monkeypatch.setitem(fallback.ATTENTION_BACKENDS, "chosen", lambda runner: Stock([]))
     monkeypatch.setattr(hooks, "verify_applied", lambda sglang: None)
@@ -248,7 +247,7 @@ def test_the_model_sees_the_name_of_what_sglang_chose(monkeypatch, rank, names, 
     attributes = ("prefill_attention_backend_str", "decode_attention_backend_str")
     backend = SimpleNamespace(**dict(zip(attributes, names, strict=True)))
     made = SimpleNamespace(attn_backend=backend)
-    assert latent_backend_names.hook(made, model_runner=runner) is made
+    assert built_backends.hook(made, model_runner=runner) is made
     assert tuple(getattr(backend, name) for name in attributes) == seen
 
 

@@ -40,6 +40,13 @@ def test_unsupported_models_are_refused_by_name():
         entry_point.create(runner(is_encoder_decoder=True))
 
 
+def test_a_model_that_goes_by_backends_names_is_refused():
+    sarvam = runner()
+    sarvam.model_config.hf_config.architectures = ["SarvamMLAForCausalLM"]
+    with pytest.raises(ValueError, match="SarvamMLAForCausalLM lays out queries and keys by"):
+        entry_point.create(sarvam)
+
+
 @pytest.mark.parametrize("backends", [("prefix", "prefix"), ("fa3", "prefix"), ("fa3", "fa3")])
 def test_they_are_refused_with_the_arguments_when_the_backend_is_asked_for(backends, monkeypatch):
     model = runner(is_encoder_decoder=True).model_config
@@ -279,6 +286,7 @@ def test_drafts_keep_a_backend_that_sglang_drafts_with(
         speculative_algorithm=algorithm,
         speculative_draft_attention_backend=drafts,
         speculative_attention_mode="prefill",
+        kv_cache_dtype="auto",
     )
     monkeypatch.setattr(sglang_config, "settle", lambda args, **values: None)
     hooks.load("keep_prefill").hook(lambda args: None, args)
@@ -296,6 +304,7 @@ BEHIND_FLASHINFER = {"prefill_attention_backend": "flashinfer"}
         ({"speculative_eagle_topk": 1, "page_size": 1}, "fa3"),
         ({"speculative_eagle_topk": 1, "page_size": 16}, "flashinfer"),
         ({"speculative_eagle_topk": 4}, "flashinfer"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "flashinfer"),
         (BEHIND_FLASHINFER, "flashinfer"),
         (BEHIND_FLASHINFER | {"speculative_attention_mode": "decode"}, "fa3"),
         ({"prefill_attention_backend": "prefix"}, "fa3"),
@@ -308,7 +317,7 @@ def test_on_hopper_chains_are_drafted_by_what_sglang_chooses_there(options, draf
         "attention_backend": "prefix", "prefill_attention_backend": None,
         "decode_attention_backend": None, "speculative_algorithm": "EAGLE",
         "speculative_draft_attention_backend": None, "speculative_attention_mode": "prefill",
-        "speculative_eagle_topk": None, "page_size": None,
+        "speculative_eagle_topk": None, "page_size": None, "kv_cache_dtype": "auto",
     }  # fmt: skip
     args = SimpleNamespace(**given | options)
     monkeypatch.setattr(sglang_config, "settle", lambda args, **values: None)

@@ -7,10 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt import runtime_context
+from sglang.srt.model_executor.model_runner_components.attention_backend_setup import (
+    AttentionBackends,
+)
 
 from sgl_prefix_attn.engine import fallback, sglang_config, stock_alone
 from sgl_prefix_attn.engine.runner_backend import find_backend, find_observer
-from sgl_prefix_attn.patches import batch_requests
+from sgl_prefix_attn.patches import batch_requests, built_backends
 from sgl_prefix_attn.plugin import entry_point
 from sgl_prefix_attn.records import Decision
 from sgl_prefix_attn.settings import Settings
@@ -134,6 +137,27 @@ def test_a_model_without_a_layer_for_plans_is_served_by_sglangs_choice(world, ca
     for grown in (1, 2):
         batch_requests.hook(world.batch(grown), None, schedule, runner)
     assert find_observer(runner).counters.steps == {Decision("stock", reason): 2}
+
+
+@pytest.mark.parametrize(
+    ("served_alone", "prefill", "expected"),
+    [(True, "chosen", True), (True, "other", False), (False, "chosen", False)],
+)
+def test_a_pair_of_sglangs_own_is_taken_apart(world, served_alone, prefill, expected):
+    runner = world.runner
+    parts = {"prefill_backend": Stock([]), "decode_backend": Stock([])}
+    pair = type("HybridAttnBackend", (SimpleNamespace,), {})(**parts)
+    pair.prefill_attention_backend_str, pair.decode_attention_backend_str = prefill, "prefix"
+    runner.prefix_attn_steps = object() if served_alone else None
+    made = AttentionBackends(
+        attn_backend=pair, decode_attn_backend=None, decode_attn_backend_group=[],
+        prefill_attention_backend_str=prefill, decode_attention_backend_str="prefix",
+    )  # fmt: skip
+    built = built_backends.hook(made, model_runner=runner).attn_backend
+    assert (built is pair.decode_backend) == expected and (built is pair) != expected
+    if expected:
+        assert built.prefill_attention_backend_str == "chosen"
+        assert built.decode_attention_backend_str == "chosen"
 
 
 @pytest.mark.parametrize(
