@@ -53,6 +53,8 @@ def layer_arguments(
         there = f"cuda:0 to cuda:{count - 1}" if count else "no CUDA GPU"
         must = f"be 'cpu' or what torch {torch.__version__} sees, {there}"
         raise refused("device", must, repr(str(found)))
+    if found.type == "cuda" and found.index is None:
+        found = torch.device("cuda", torch.cuda.current_device())
     return found, scale, soft_cap
 
 

@@ -76,7 +76,7 @@ def run_tensors(
         if given.dtype != dtype:
             whose = "kv_dtype" if rows == "slots" else "dtype"
             raise refused(name, f"have the wrapper's {whose}, {dtype}", given.dtype)
-        if given.device.type != device.type:
+        if given.device != device:
             raise refused(name, f"be on the wrapper's device, {device}", given.device)
         if given.stride(-1) != 1 or given.stride(-2) != heads.head_dim:
             must = "be contiguous in its last two dimensions"
@@ -92,7 +92,7 @@ def head_sinks(sinks, num_qo_heads: int, device: torch.device) -> None:
         raise refused("sinks", f"have shape ({num_qo_heads},)", tuple(sinks.shape))
     if sinks.dtype != torch.float32:
         raise refused("sinks", "be float32 (convert a model's once, not in each step)", sinks.dtype)
-    if sinks.device.type != device.type:
+    if sinks.device != device:
         raise refused("sinks", f"be on the wrapper's device, {device}", sinks.device)
     if not sinks.is_contiguous():
         raise refused("sinks", "be contiguous", f"strides {sinks.stride()}")

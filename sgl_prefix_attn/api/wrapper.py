@@ -1,5 +1,6 @@
 """The library API: prefix-aware attention in plan/run manner, without SGLang."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
@@ -40,6 +41,7 @@ class PrefixAttentionWrapper:
     A plan serves every layer. `plan` copies the KV slots; later changes of req_to_token do not
     reach it. plan() allocates workspace when it must grow, so plan the largest step before
     capturing run() and append() in a CUDA graph: later plans that fit reuse the same addresses.
+    A replayed append() is not counted here: plan again after `appends_left` of them.
     """
 
     def __init__(
@@ -152,7 +154,14 @@ class PrefixAttentionWrapper:
         self._max_slot = max(self._max_slot, largest)
         self._seq_lens += 1
         self._appended += 1
-        self._executor.append(self._seq_lens, out_cache_loc.to(self.device))
+        with self._on_device():
+            self._executor.append(self._seq_lens, out_cache_loc.to(self.device).contiguous())
+
+    @property
+    def appends_left(self) -> int:
+        """How many more tokens append() can give each request of the plan."""
+        left = self._planned().appends_left - self._appended
+        return left if self._query_lens is None else 0
 
     def run(
         self,
@@ -187,20 +196,20 @@ class PrefixAttentionWrapper:
         out = torch.empty_like(q) if out is None else out
         aligned_rows(q, k_cache, v_cache, out)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
-        self._executor.run(
-            LayerParams(
-                q,
-                k_cache,
-                v_cache,
-                self._seq_lens,
-                out,
-                lse,
-                self.sm_scale,
-                self.logits_soft_cap,
-                sinks,
-                *scales,
-            )
+        layer = LayerParams(
+            q,
+            k_cache,
+            v_cache,
+            self._seq_lens,
+            out,
+            lse,
+            self.sm_scale,
+            self.logits_soft_cap,
+            sinks,
+            *scales,
         )
+        with self._on_device():
+            self._executor.run(layer)
         return out if lse is None else (out, Lse(lse))
 
     def explain(self) -> dict:
@@ -236,15 +245,24 @@ class PrefixAttentionWrapper:
         plan = self._planner.plan_forest(forest)
         checks.slots_agree(forest, req_to_token, pool)
         max_slot = checks.max_slot(name, req_to_token, pool, table.seq_lens)
-        executor = self._executor
-        if not executor.capacity.covers(plan):
-            grown = executor.capacity.grown_to(Capacity.for_plans(plan))
-            self._executor = executor = PlanExecutor(executor.backend, grown)
-        executor.load(plan, req_to_token.to(self.device, torch.int32), pool.to(self.device))
-        self._query_lens = lens
-        self._max_slot, self._appended = max_slot, 0
-        lengths = torch.from_numpy(np.ascontiguousarray(table.seq_lens)).to(self.device)
-        if self._seq_lens.numel() >= lengths.numel():
-            self._seq_lens[: lengths.numel()] = lengths  # same address: graphs may hold it
-        else:
-            self._seq_lens = lengths
+        # What is made here may be changed in or outside of inference mode.
+        with self._on_device(), torch.inference_mode(False):
+            executor = self._executor
+            if not executor.capacity.covers(plan):
+                grown = executor.capacity.grown_to(Capacity.for_plans(plan))
+                self._executor = executor = PlanExecutor(executor.backend, grown)
+            # Kernels read rows and slots one after another.
+            slots = req_to_token.to(self.device, torch.int32).contiguous()
+            executor.load(plan, slots, pool.to(self.device).contiguous())
+            self._query_lens = lens
+            self._max_slot, self._appended = max_slot, 0
+            lengths = torch.from_numpy(np.ascontiguousarray(table.seq_lens)).to(self.device)
+            if self._seq_lens.numel() >= lengths.numel():
+                self._seq_lens[: lengths.numel()] = lengths  # same address: graphs may hold it
+            else:
+                self._seq_lens = lengths
+
+    def _on_device(self):
+        """Make the wrapper's GPU the current one: kernels are launched there."""
+        is_cpu = self.device.type == "cpu"
+        return contextlib.nullcontext() if is_cpu else torch.cuda.device(self.device)

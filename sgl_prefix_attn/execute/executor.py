@@ -61,7 +61,8 @@ class _UploadRing:
 
     def __init__(self, words: int):
         self.buffers = [
-            torch.empty(words, dtype=torch.int32, pin_memory=True) for _ in range(_UPLOAD_RING)
+            torch.empty(words, dtype=torch.int32, device="cpu", pin_memory=True)
+            for _ in range(_UPLOAD_RING)
         ]
         self.events = [torch.cuda.Event() for _ in self.buffers]
         self.next = 0

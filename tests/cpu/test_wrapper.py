@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import sgl_prefix_attn
 from sgl_prefix_attn.api import wrapper as api
 from sgl_prefix_attn.execute.backends.torch_backend import TorchBackend
+from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.lse import Lse
 from sgl_prefix_attn.plan.profit import STRATEGIES
 from sgl_prefix_attn.records import HeadConfig
@@ -192,12 +193,43 @@ def test_explain_a_merged_node():
     assert sorted(runs[0][2]) == [0, 1] and [run[2] for run in runs[1:]] == [(0,), (1,)]
 
 
+def test_slots_reach_kernels_one_after_another(monkeypatch):
+    """Which read them so, whatever the strides of what was given."""
+    problem = make_problem(path_table([(-1, 20)], [0, 0], [30, 40]), HEADS, torch.float32)
+    problem.req_to_token = problem.req_to_token.t().contiguous().t()
+    assert not problem.req_to_token.is_contiguous()
+    given = []
+    for name, keep in (("load", slice(1, 3)), ("append", slice(1, 2))):
+        call = getattr(PlanExecutor, name)
+
+        def kept(executor, *args, call=call, keep=keep):
+            given.extend(args[keep])
+            return call(executor, *args)
+
+        monkeypatch.setattr(PlanExecutor, name, kept)
+    made = planned_wrapper(problem)
+    slots = problem.grow(torch.Generator())
+    made.append(torch.stack([slots, slots], 1)[:, 0])
+    assert len(given) == 3 and all(x.is_contiguous() for x in given)
+    run(made, problem)
+
+
+def test_a_plan_of_inference_mode_goes_on_outside():
+    problem = make_problem(path_table([(-1, 20)], [0, 0], [30, 40]), HEADS, torch.float32)
+    with torch.inference_mode():
+        made = planned_wrapper(problem)
+        run(made, problem)
+    made.append(problem.grow(torch.Generator()))
+    run(made, problem)
+
+
 def test_headroom_is_a_hard_limit():
     problem = make_problem(path_table([(-1, 20)], [0, 0], [3, 4]), HEADS, room=70)
     made = planned_wrapper(problem)
     generator = torch.Generator().manual_seed(1)
-    for _ in range(64):
+    for left in reversed(range(64)):
         made.append(problem.grow(generator))
+        assert made.appends_left == left
     run(made, problem)
     with pytest.raises(RuntimeError, match="headroom of 64 tokens is full: call plan"):
         made.append(torch.tensor([1, 2]))
