@@ -15,7 +15,7 @@ from sgl_prefix_attn.tools.doctor_checks import FAIL, OK, WARN, Check, run_check
 from sgl_prefix_attn.tools.doctor_facts import gather
 from sgl_prefix_attn.tools.doctor_model import check_model
 from sgl_prefix_attn.tools.exit_status import FAILED
-from sgl_prefix_attn.tools.model_heads import config_and_heads
+from sgl_prefix_attn.tools.model_heads import check_readable
 from sgl_prefix_attn.tools.output import busy, table_console
 
 WIDTH = 100  # columns: what is found can be a long sentence
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     for a model that cannot be read."""
     warnings.simplefilter("ignore")  # SGLang's imports warn about kernels this machine cannot run
     if args.model is not None:
-        config_and_heads(args.model, args.tp)  # before the seconds that the rest takes
+        check_readable(args.model, args.tp)  # before the seconds that the rest takes
     with busy("looking at this machine, and importing SGLang"):
         facts = gather()
         checks = run_checks(facts)

@@ -1,5 +1,6 @@
 """What `doctor` looks at: this machine and this installation, read in one place."""
 
+import importlib
 import os
 import shutil
 import sys
@@ -80,6 +81,8 @@ def gather() -> Facts:
     # of a version that has no row the newest, to say what differs
     row = releases.match(sglang) if sglang else None
     release = row.release if row else releases.RELEASES[-1]
+    # Before the hooks, some of which import what SGLang's own start imports in another order.
+    _tried(lambda: importlib.import_module("sglang.srt.server_args"), str)
     return Facts(
         python=sys.version_info[:2],
         env=env,

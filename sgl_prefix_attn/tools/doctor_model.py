@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from sgl_prefix_attn.tools.doctor_checks import FAIL, OK, WARN, Check
-from sgl_prefix_attn.tools.model_heads import config_and_heads
+from sgl_prefix_attn.tools.model_heads import check_readable
 
 
 def check_model(folder: Path, tp: int, gpu: str) -> Check:
@@ -12,7 +12,7 @@ def check_model(folder: Path, tp: int, gpu: str) -> Check:
 
     gpu  its name, "" without one
     """
-    config_and_heads(folder, tp)
+    check_readable(folder, tp)
     # Not before: these import torch and SGLang.
     import torch
 

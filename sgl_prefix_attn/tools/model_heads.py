@@ -46,6 +46,29 @@ def config_and_heads(path: Path, tp: int) -> tuple[dict[str, Any], HeadConfig]:
 
     Raises ValueError that names the file and what is wrong with it.
     """
+    file, config = _read(path)
+    try:
+        return config, heads_on_rank(*_heads(config), tp)
+    except KeyError as error:
+        raise ValueError(f"--model: {file} has no {error.args[0]}: use --heads") from None
+    except ValueError as error:
+        raise ValueError(f"--model: {file}: {error}") from None
+
+
+def check_readable(path: Path, tp: int) -> None:
+    """Raise ValueError for a config.json that cannot be read or has heads that are none; what it
+    leaves to its model's defaults is not looked for."""
+    file, config = _read(path)
+    try:
+        heads_on_rank(*_heads(config), tp)
+    except KeyError:
+        return
+    except ValueError as error:
+        raise ValueError(f"--model: {file}: {error}") from None
+
+
+def _read(path: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the file, and in it the config of the language model."""
     file = path / "config.json" if path.is_dir() else path
     try:
         # Not orjson: transformers writes a state-space model's Infinity, which JSON does not know.
@@ -61,20 +84,27 @@ def config_and_heads(path: Path, tp: int) -> tuple[dict[str, Any], HeadConfig]:
         raise ValueError(f"--model: {file} is no JSON object")
     if isinstance(config.get("text_config"), dict):
         config = config["text_config"]  # a multimodal model's language part
-    try:
-        return config, heads_on_rank(*_heads(config), tp)
-    except KeyError as error:
-        raise ValueError(f"--model: {file} has no {error.args[0]}: use --heads") from None
-    except ValueError as error:
-        raise ValueError(f"--model: {file}: {error}") from None
+    return file, config
+
+
+# As models call them; SGLang looks for these, too.
+_KV_HEADS = (
+    "num_key_value_heads",
+    "n_head_kv",
+    "num_kv_heads",
+    "multi_query_group_num",
+    "num_attention_groups",
+)
 
 
 def _heads(config: dict[str, Any]) -> tuple[int, int, int]:
     """Raises KeyError for a field that is missing, ValueError for one that is no count."""
     num_qo_heads = _count(config, "num_attention_heads")
-    # Without the field, or with null in it, there is a KV head for every query head.
-    has_kv_heads = config.get("num_key_value_heads") is not None
-    num_kv_heads = _count(config, "num_key_value_heads") if has_kv_heads else num_qo_heads
+    # Without any of these, or with null in it, there is a KV head for every query head.
+    named = next((name for name in _KV_HEADS if config.get(name) is not None), None)
+    num_kv_heads = num_qo_heads if named is None else _count(config, named)
+    if named is None and config.get("multi_query"):
+        num_kv_heads = 1
     if config.get("head_dim") is not None:
         return num_qo_heads, num_kv_heads, _count(config, "head_dim")
     return num_qo_heads, num_kv_heads, _count(config, "hidden_size") // num_qo_heads

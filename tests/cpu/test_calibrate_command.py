@@ -21,6 +21,7 @@ from sgl_prefix_attn.tools.model_heads import config_and_heads, heads_on_rank
 from tests.support.calibrations import KEY, NUM_SMS, FakeMeter
 
 LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+CHATGLM = {"num_attention_heads": 32, "hidden_size": 4096}
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,8 @@ LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 409
         ({"num_attention_heads": 12, "hidden_size": 768}, 2, (6, 6, 64)),
         ({"num_key_value_heads": None} | {"num_attention_heads": 4, "head_dim": 32}, 1, (4, 4, 32)),
         ({"text_config": LLAMA, "num_attention_heads": 3}, 1, (32, 8, 128)),
+        (CHATGLM | {"multi_query_group_num": 2}, 1, (32, 2, 128)),
+        (CHATGLM | {"multi_query": True}, 1, (32, 1, 128)),
         (LLAMA | {"time_step_limit": [0.0, float("inf")]}, 1, (32, 8, 128)),  # of Mamba layers
     ],
 )

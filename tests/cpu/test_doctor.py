@@ -1,6 +1,9 @@
 """doctor: each failure produced and named, with what to do; the command itself on this machine."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -322,6 +325,18 @@ def test_the_command_on_this_machine(opted_in, monkeypatch, capsys):
     assert report["ok"] is (status == 0)
     failed = [check["name"] for check in report["checks"] if check["status"] == FAIL]
     assert failed == ([] if opted_in == "1" else ["device"])
+
+
+@pytest.mark.slow  # imports SGLang
+def test_sglang_loads_the_platform_as_in_a_server():
+    """In a process of its own: what loads first decides."""
+    named = {"SGLANG_PLATFORM": "prefix_attn_cpu", "PREFIX_ATTN_CPU_PLATFORM": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-m", "sgl_prefix_attn", "doctor"],
+        env=os.environ | named, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout
+    assert "Failed to load plugin" not in ran.stderr
 
 
 def test_the_report_fits_a_page_in_a_pipe_too(monkeypatch, capsys):

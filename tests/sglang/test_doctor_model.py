@@ -231,6 +231,17 @@ def test_a_folder_without_a_config_is_an_error_before_the_machine_is_looked_at(
     assert "runs fa3" in capsys.readouterr().out
 
 
+def test_heads_may_be_left_to_a_models_defaults(tmp_path):
+    """As released Gemma 3 configs leave them."""
+    text = {"model_type": "gemma3_text", "num_hidden_layers": 6, "hidden_size": 2560}
+    config = {
+        "model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": text, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "8/4 heads of 256" in check_model(tmp_path, 1, "").detail
+
+
 def test_the_backend_is_what_sglangs_arguments_say(tmp_path, monkeypatch):
     """Which a machine without a GPU refuses to resolve."""
     asked = []
