@@ -1,8 +1,7 @@
 """Takes SGLang's pair of backends apart where no batch runs plans, and gives models of latent
 attention the name of SGLang's own backend in the place of ours."""
 
-from sgl_prefix_attn.engine.latent_names import name_stock
-from sgl_prefix_attn.engine.runner_backend import unpaired
+from sgl_prefix_attn.engine.shown_backend import name_stock, unpaired
 
 TARGET = (
     "sglang.srt.model_executor.model_runner_components.attention_backend_setup."

@@ -155,7 +155,7 @@ class PrefixAttentionWrapper:
         self._seq_lens += 1
         self._appended += 1
         with self._on_device():
-            self._executor.append(self._seq_lens, out_cache_loc.to(self.device).contiguous())
+            self._executor.append(self._seq_lens, out_cache_loc.to(self.device))
 
     @property
     def appends_left(self) -> int:
@@ -251,9 +251,7 @@ class PrefixAttentionWrapper:
             if not executor.capacity.covers(plan):
                 grown = executor.capacity.grown_to(Capacity.for_plans(plan))
                 self._executor = executor = PlanExecutor(executor.backend, grown)
-            # Kernels read rows and slots one after another.
-            slots = req_to_token.to(self.device, torch.int32).contiguous()
-            executor.load(plan, slots, pool.to(self.device).contiguous())
+            executor.load(plan, req_to_token.to(self.device, torch.int32), pool.to(self.device))
             self._query_lens = lens
             self._max_slot, self._appended = max_slot, 0
             lengths = torch.from_numpy(np.ascontiguousarray(table.seq_lens)).to(self.device)

@@ -66,7 +66,7 @@ def why_no_flashinfer(layers: Sequence[LayerTraits]) -> str | None:
             for x in layers
         ),
         "layers:logit_transform": any(x.transforms for x in layers),
-        # By the name of its backend, the default's (latent_names.py), the model lays out what it
+        # By the name of its backend, the default's (shown_backend.py), the model lays out what it
         # hands to a layer.
         "layers:latent": any(x.latent for x in layers),
     }

@@ -216,7 +216,6 @@ class DraftStep:
         of the first step are in the plan."""
         if self._seq_lens is None:
             self._seq_lens = forward_batch.seq_lens + (self._i_step + 1)
-            # A step's slots are a column of the round's, [B, S]; kernels read one after another.
-            slots = forward_batch.out_cache_loc.contiguous()
-            self._drafts.lane.executor.append(self._seq_lens, slots)
+            # A step's slots are a column of the round's, [B, S].
+            self._drafts.lane.executor.append(self._seq_lens, forward_batch.out_cache_loc)
         return self._seq_lens

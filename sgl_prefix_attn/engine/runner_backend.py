@@ -43,27 +43,6 @@ def find_observer(model_runner):
     return find_backend(model_runner) or getattr(model_runner, "prefix_attn_steps", None)
 
 
-def unpaired(model_runner, backends):
-    """Return the AttentionBackends of a ModelRunner with one backend in the place of a pair for
-    prefill and decode, where SGLang's own serves both by itself (stock_alone.py): what a model asks
-    of that, such as whether a prompt is expanded (DSA), a pair does not answer.
-    """
-    pair = backends.attn_backend
-    alone = getattr(model_runner, "prefix_attn_steps", None) is not None
-    if not alone or type(pair).__name__ != "HybridAttnBackend" or find_backend(model_runner, pair):
-        return backends
-    import msgspec
-
-    from sgl_prefix_attn.engine import sglang_config
-
-    own = sglang_config.default_backend(model_runner.server_args)
-    if pair.prefill_attention_backend_str != own:
-        return backends  # another was asked for
-    pair.decode_backend.prefill_attention_backend_str = own
-    pair.decode_backend.decode_attention_backend_str = own
-    return msgspec.structs.replace(backends, attn_backend=pair.decode_backend)
-
-
 def need_lengths(backends) -> bool:
     """Return whether one of the backends of speculative decoding needs the lengths of the next
     round on the host; None among them is a backend that a server does without."""

@@ -78,18 +78,18 @@ def keep_stock_drafts(server_args) -> None:
 
 def _stock_drafts(server_args) -> str:
     """Name the backend of a draft model: on a Hopper GPU what SGLang chooses there, which needs no
-    lengths on the host, unless another prefill backend that was asked for verifies; elsewhere
-    FlashInfer."""
+    lengths on the host, unless another prefill backend that was asked for verifies or KV is of
+    e5m2, which it does not read; elsewhere FlashInfer."""
     # Not at the top: the hooks load this module before SGLang has imported its own.
     from sglang.srt.utils.common import is_hopper_with_cuda_12_3, is_no_spec_infer_or_topk_one
 
     prefill = server_args.prefill_attention_backend or server_args.attention_backend
     by_prefill = server_args.speculative_attention_mode == "prefill"
     other = by_prefill and prefill not in (None, "fa3", BACKEND_NAME)
-    other |= server_args.kv_cache_dtype == "fp8_e5m2"  # which FlashAttention 3 does not read
-    if not other and is_hopper_with_cuda_12_3() and is_no_spec_infer_or_topk_one(server_args):
-        return "fa3"
-    return "flashinfer"
+    if other or server_args.kv_cache_dtype == "fp8_e5m2":
+        return "flashinfer"
+    chains = is_hopper_with_cuda_12_3() and is_no_spec_infer_or_topk_one(server_args)
+    return "fa3" if chains else "flashinfer"
 
 
 def check(server_args) -> None:
@@ -112,7 +112,7 @@ def raise_if_unsupported(model_config) -> None:
         "is an encoder-decoder model; supported are decoder-only models": (
             model_config.is_encoder_decoder
         ),
-        # By the server's arguments, where latent_names.py does not reach.
+        # By the server's arguments, where shown_backend.py does not reach.
         "lays out queries and keys by the backend's name, and knows others alone": (
             "SarvamMLAForCausalLM" in architectures
         ),

@@ -29,7 +29,8 @@ class PlanExecutor:
     def load(self, plan: Plan, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor) -> None:
         """Make `plan` the current one and copy the slots of its segments.
 
-        req_to_token int32 [rows, positions] and req_pool_indices [B] are read now and never again.
+        req_to_token int32 [rows, positions] and req_pool_indices [B], of any strides, are read now
+        and never again.
         Raises PlanTooLarge, or ValueError for a plan that is not for these kernels; either leaves
         the current plan in place.
         """
@@ -39,7 +40,9 @@ class PlanExecutor:
             self._upload.send(plan.words, self.workspace.words)
         else:
             self.workspace.words[: plan.words.size] = torch.from_numpy(plan.words)
-        self.backend.fill(self.workspace, plan, req_to_token, req_pool_indices)
+        # Kernels read rows and slots one after another.
+        table, rows = req_to_token.contiguous(), req_pool_indices.contiguous()
+        self.backend.fill(self.workspace, plan, table, rows)
         self.plan = plan
 
     @property
@@ -48,8 +51,9 @@ class PlanExecutor:
         return self.plan.batch_size if self.plan else 0
 
     def append(self, seq_lens: torch.Tensor, out_cache_loc: torch.Tensor) -> None:
-        """Write this step's slots (out_cache_loc [>= B]) at seq_lens - 1; idempotent."""
-        self.backend.append(self.workspace, seq_lens, out_cache_loc)
+        """Write this step's slots (out_cache_loc [>= B], of any stride) at seq_lens - 1;
+        idempotent."""
+        self.backend.append(self.workspace, seq_lens, out_cache_loc.contiguous())
 
     def run(self, layer: LayerParams) -> None:
         """Compute attention of one layer into layer.out; padding rows stay as they are."""

@@ -141,12 +141,11 @@ class StepPreparer(BatchPreparer):
         has_beams = len(batch.seq_lens) != len(batch.reqs)
         key = (type(batch.tree_cache), self.settings.policy, self._problem, graph, has_beams)
         if key not in self._known:
-            tree = unsupported_tree(batch.tree_cache)
             facts = BatchFacts(
                 policy=self.settings.policy,
                 model=self._problem,
                 # A beam has a row and KV slots of its own, which no request or node tells of.
-                tree="beam_search" if has_beams else tree,
+                tree="beam_search" if has_beams else unsupported_tree(batch.tree_cache),
                 graph=graph,
                 least_saving_us=self._least_saving_us,
             )

@@ -3,16 +3,13 @@
 from pathlib import Path
 
 from sgl_prefix_attn.tools.doctor_checks import FAIL, OK, WARN, Check
-from sgl_prefix_attn.tools.model_heads import check_readable
 
 
 def check_model(folder: Path, tp: int, gpu: str) -> Check:
-    """Read a model's config, and ask SGLang what it would choose for it here. Raises ValueError
-    that names the file and what is wrong with it.
+    """Read a model's config, which is readable, and ask SGLang what it would choose for it here.
 
     gpu  its name, "" without one
     """
-    check_readable(folder, tp)
     # Not before: these import torch and SGLang.
     import torch
 

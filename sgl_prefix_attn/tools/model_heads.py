@@ -1,6 +1,7 @@
 """The attention heads that a Hugging Face model, or --heads, gives a tensor-parallel rank."""
 
 import argparse
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -48,21 +49,22 @@ def config_and_heads(path: Path, tp: int) -> tuple[dict[str, Any], HeadConfig]:
     """
     file, config = _read(path)
     try:
-        return config, heads_on_rank(*_heads(config), tp)
+        return config, _rank_heads(file, config, tp)
     except KeyError as error:
         raise ValueError(f"--model: {file} has no {error.args[0]}: use --heads") from None
-    except ValueError as error:
-        raise ValueError(f"--model: {file}: {error}") from None
 
 
 def check_readable(path: Path, tp: int) -> None:
     """Raise ValueError for a config.json that cannot be read or has heads that are none; what it
     leaves to its model's defaults is not looked for."""
-    file, config = _read(path)
+    with contextlib.suppress(KeyError):
+        _rank_heads(*_read(path), tp)
+
+
+def _rank_heads(file: Path, config: dict[str, Any], tp: int) -> HeadConfig:
+    """Raises KeyError for a field that is missing, ValueError that names the file."""
     try:
-        heads_on_rank(*_heads(config), tp)
-    except KeyError:
-        return
+        return heads_on_rank(*_heads(config), tp)
     except ValueError as error:
         raise ValueError(f"--model: {file}: {error}") from None
 

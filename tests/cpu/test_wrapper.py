@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 import sgl_prefix_attn
 from sgl_prefix_attn.api import wrapper as api
 from sgl_prefix_attn.execute.backends.torch_backend import TorchBackend
-from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.lse import Lse
 from sgl_prefix_attn.plan.profit import STRATEGIES
 from sgl_prefix_attn.records import HeadConfig
@@ -193,20 +192,20 @@ def test_explain_a_merged_node():
     assert sorted(runs[0][2]) == [0, 1] and [run[2] for run in runs[1:]] == [(0,), (1,)]
 
 
-def test_slots_reach_kernels_one_after_another(monkeypatch):
+def test_slots_reach_kernels_one_after_another(backend, monkeypatch):
     """Which read them so, whatever the strides of what was given."""
     problem = make_problem(path_table([(-1, 20)], [0, 0], [30, 40]), HEADS, torch.float32)
     problem.req_to_token = problem.req_to_token.t().contiguous().t()
     assert not problem.req_to_token.is_contiguous()
     given = []
-    for name, keep in (("load", slice(1, 3)), ("append", slice(1, 2))):
-        call = getattr(PlanExecutor, name)
+    for name in ("fill", "append"):
+        call = getattr(backend, name)
 
-        def kept(executor, *args, call=call, keep=keep):
-            given.extend(args[keep])
-            return call(executor, *args)
+        def kept(kernels, *args, call=call):
+            given.extend(args[2:])
+            return call(kernels, *args)
 
-        monkeypatch.setattr(PlanExecutor, name, kept)
+        monkeypatch.setattr(backend, name, kept)
     made = planned_wrapper(problem)
     slots = problem.grow(torch.Generator())
     made.append(torch.stack([slots, slots], 1)[:, 0])

@@ -11,6 +11,7 @@ import torch
 
 from sgl_prefix_attn.engine import build_drafts
 from sgl_prefix_attn.engine.build import NoKernels
+from sgl_prefix_attn.execute.backends.torch_backend import TorchBackend
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.records import Decision
 from sgl_prefix_attn.settings import Settings
@@ -144,13 +145,13 @@ def test_a_step_that_attends_to_one_token_less_is_found(start):
 
 def test_kernels_get_slots_one_after_another(start, monkeypatch):
     """SGLang's are a column of the round's; once a step, whatever the layers."""
-    drafts, append, appended = start(), PlanExecutor.append, []
+    drafts, append, appended = start(), TorchBackend.append, []
 
-    def noted(executor, lens, slots):
+    def noted(kernels, workspace, lens, slots):
         appended.append((lens.tolist(), slots.is_contiguous()))
-        append(executor, lens, slots)
+        append(kernels, workspace, lens, slots)
 
-    monkeypatch.setattr(PlanExecutor, "append", noted)
+    monkeypatch.setattr(TorchBackend, "append", noted)
     lens = drafts.schedule_batch().seq_lens
     drafts.assert_right()
     assert appended == [((lens + i).tolist(), True) for i in range(1, STEPS)]
