@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 import triton
@@ -16,9 +14,8 @@ from sgl_prefix_attn.kernels.hopper.build_options import (
     compiler_options,
     kernel_constants,
 )
-from tests.support.builds import signature_of
+from tests.support.builds import SPILL, disassembled, loops_of, signature_of
 
-TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 SHARED_MEMORY = 227 * 1024
 
 
@@ -37,25 +34,9 @@ def build(heads, group, head_dim, dtype="bf16", debug=False, kv_dtype=None, **fl
     )
 
 
-def tool(name, *args):
-    return subprocess.run([TOOLS / name, *args], capture_output=True, text=True, check=True).stdout
-
-
-SPILL = re.compile(r"\b(?:STL|LDL)\b")
-
-
 def loops(sass, instruction, times):
     """The loops that have the instruction so many times, the shortest first."""
-    parts = re.split(r"^(\.L_x_\d+):", sass, flags=re.M)
-    start, found, end = {}, [], 0
-    for part in parts:
-        if part.startswith(".L_x_"):
-            start[part] = end
-        for jump in re.finditer(r"BRA.*`\((\.L_x_\d+)\)", part):
-            if jump[1] in start:
-                found.append((start[jump[1]], end + jump.end()))
-        end += len(part)
-    text = "".join(parts)
+    text, found = loops_of(sass)
     texts = [text[a:b] for a, b in found if text[a:b].count(instruction) >= times]
     return sorted(texts, key=len)
 
@@ -91,10 +72,7 @@ def test_no_spills_and_hopper_instructions(shape, tmp_path):
     args, flags = SHAPES[shape]
     compiled = build(*args, **flags)
     assert compiled.metadata.shared <= SHARED_MEMORY
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    usage = tool("cuobjdump", "-res-usage", cubin)
-    sass = tool("nvdisasm", "-c", cubin)
+    sass, usage = disassembled(compiled, tmp_path)
     # both consumers: head_dim / 16 products for scores, and BLOCK / 16 for values, in the loop and,
     # where those of a block overlap with the next one's, behind it
     head_dim = args[2]
@@ -138,10 +116,8 @@ def test_e4m3_without_spills_and_with_its_own_products(shape, tmp_path):
     args, flags = NARROW[shape]
     compiled = build(*args, kv_dtype="fp8e4nv", **flags)
     assert compiled.metadata.shared <= SHARED_MEMORY
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    assert re.search(r"STACK:0 .*LOCAL:0 ", tool("cuobjdump", "-res-usage", cubin))
-    sass = tool("nvdisasm", "-c", cubin)
+    sass, usage = disassembled(compiled, tmp_path)
+    assert re.search(r"STACK:0 .*LOCAL:0 ", usage)
     assert not SPILL.search(sass), "registers are spilled"
     # of both consumers: each of two terms takes head_dim / 32 products, and values BLOCK / 16, in
     # the loop and behind it
@@ -171,10 +147,9 @@ def test_accumulators_shrink_in_place_by_the_factors_of_their_rows(head_dim):
 @pytest.mark.slow
 @pytest.mark.parametrize("heads, group", [(8, 4), (1, 16)])
 def test_the_producer_does_not_wait_for_slots_that_it_has_just_asked_for(heads, group, tmp_path):
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(build(heads, group, 128).asm["cubin"])
+    sass, _ = disassembled(build(heads, group, 128), tmp_path)
     # three blocks of keys, values (8 copies each) and masks
-    loop = loops(tool("nvdisasm", "-c", cubin), "LDGSTS", 3 * 17)[0]
+    loop = loops(sass, "LDGSTS", 3 * 17)[0]
     asked = [int(r) for r in re.findall(r"LDG\.E\.128(?:\.CONSTANT)? R(\d+)", loop)]
     assert len(asked) == 3
     # a move would wait for the load

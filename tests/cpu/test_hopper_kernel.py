@@ -31,18 +31,11 @@ def problem_of(heads, paths=None, **options):
 def plans_of(problem, ctas=CTAS):
     """One whole and one in most parts."""
     planner = Planner(problem.heads, num_sms=2 * ctas, headroom=3)
-    tree = build_forest(problem.paths)
-    cuts = sorted(planner.cuts(tree), key=lambda cut: int(cut.parts.max()))
-    assert cuts[0].parts.max() == 1 < cuts[-1].parts.max()
-    return [planner.serialize(tree, cut) for cut in (cuts[0], cuts[-1])]
+    return running.whole_and_split(planner, build_forest(problem.paths))
 
 
 def executor_of(problem, plan, faults=()):
-    backend = EmulatedHopper(problem.heads, problem.dtype, torch.device("cpu"))
-    backend.num_sms, backend.faults = CTAS, faults
-    executor = running.executor_of(backend, problem, plan)
-    running.load(executor, problem, plan)
-    return executor
+    return running.emulated(EmulatedHopper, problem, plan, CTAS, faults)
 
 
 def attend(problem, plan, faults=(), executor=None):

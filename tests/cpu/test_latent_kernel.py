@@ -24,8 +24,9 @@ from sgl_prefix_attn.plan.cut_time import LatentRates
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.records import HeadConfig
-from tests.cpu.test_hopper_build import SHARED_MEMORY, SPILL, tool
+from tests.cpu.test_hopper_build import SHARED_MEMORY
 from tests.support import emulated_gluon, running
+from tests.support.builds import SPILL, disassembled
 from tests.support.emulated_latent import EmulatedLatent
 from tests.support.forests import path_table
 from tests.support.multi_token import multi_token
@@ -42,18 +43,11 @@ def mla(heads: int) -> HeadConfig:
 def plans_of(paths, heads, query_lens=None):
     """One whole and one in most parts."""
     planner = Planner(heads, num_sms=2 * CTAS, rates=LatentRates(), headroom=3, tile_rows=64)
-    tree = build_forest(paths, query_lens)
-    cuts = sorted(planner.cuts(tree), key=lambda cut: int(cut.parts.max()))
-    assert cuts[0].parts.max() == 1 < cuts[-1].parts.max()
-    return [planner.serialize(tree, cut) for cut in (cuts[0], cuts[-1])]
+    return running.whole_and_split(planner, build_forest(paths, query_lens))
 
 
 def executor_of(problem, plan, faults=()):
-    backend = EmulatedLatent(problem.heads, problem.dtype, torch.device("cpu"))
-    backend.num_sms, backend.faults = CTAS, faults
-    executor = running.executor_of(backend, problem, plan)
-    running.load(executor, problem, plan)
-    return executor
+    return running.emulated(EmulatedLatent, problem, plan, CTAS, faults)
 
 
 def attend(problem, executor, apart=False, wants_lse=True):
@@ -210,10 +204,8 @@ def build(heads, has_lse):
 def test_no_spills_and_hopper_instructions(heads, tmp_path):
     compiled = build(heads, has_lse=heads != 16)
     assert compiled.metadata.shared <= SHARED_MEMORY
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    assert re.search(r"STACK:0 .*LOCAL:0 ", tool("cuobjdump", "-res-usage", cubin))
-    sass = tool("nvdisasm", "-c", cubin)
+    sass, usage = disassembled(compiled, tmp_path)
+    assert re.search(r"STACK:0 .*LOCAL:0 ", usage)
     assert not SPILL.search(sass), "registers are spilled"
     # 576 / 16 products for scores, and BLOCK / 16 for either half of the values
     assert len(re.findall(r"\bHGMMA", sass)) == 36 + 2 * 4

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 import triton
@@ -17,15 +15,13 @@ from sgl_prefix_attn.kernels.portable.portable_options import (
     portable_options,
 )
 from sgl_prefix_attn.kernels.portable.tile_attention import row_tile_portable_kernel
-from tests.support.builds import signature_of
+from tests.support.builds import SPILL, disassembled, loops_of, signature_of
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
-TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 # KiB of shared memory of an SM, of which each CTA's driver takes one
 SHARED_MEMORY = {80: 164, 89: 100, 90: 228, 100: 228, 120: 100}
 PRODUCT = re.compile(r"\b(?:HMMA|HGMMA|UTC\w*MMA)\b")
-SPILL = re.compile(r"\b(?:STL|LDL)\b")
 
 
 def build(arch, heads, group, head_dim, dtype="bf16", kv_dtype=None, **flags):
@@ -42,26 +38,9 @@ def build(arch, heads, group, head_dim, dtype="bf16", kv_dtype=None, **flags):
     return config, triton.compile(source, target=target, options=portable_options(config))
 
 
-def sass_of(compiled, folder):
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    return subprocess.run(
-        [TOOLS / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True
-    ).stdout
-
-
 def block_loops(sass):
     """The innermost loops that multiply."""
-    parts = re.split(r"^(\.L_x_\d+):", sass, flags=re.M)
-    start, found, end = {}, [], 0
-    for part in parts:
-        if part.startswith(".L_x_"):
-            start[part] = end
-        for jump in re.finditer(r"BRA.*`\((\.L_x_\d+)\)", part):
-            if jump[1] in start:
-                found.append((start[jump[1]], end + jump.end()))
-        end += len(part)
-    text = "".join(parts)
+    text, found = loops_of(sass)
     found = [(a, b) for a, b in set(found) if PRODUCT.search(text[a:b])]
     inner = [
         (a, b) for a, b in found
@@ -85,7 +64,7 @@ def block_loops(sass):
 def test_no_spills_in_the_loops_and_as_many_ctas_as_planned(arch, flags, tmp_path):
     config, compiled = build(arch, 8, 4, 128, **flags)
     assert config.ctas * (compiled.metadata.shared + 1024) <= SHARED_MEMORY[arch] * 1024
-    loops = block_loops(sass_of(compiled, tmp_path))
+    loops = block_loops(disassembled(compiled, tmp_path)[0])
     # invariant: for all rows, and the same without what is not finite
     assert len(loops) >= 2, "one for few rows, one for many"
     for loop in loops:
@@ -105,7 +84,7 @@ def test_no_spills_in_the_loops_and_as_many_ctas_as_planned(arch, flags, tmp_pat
 def test_e4m3_is_converted_in_the_loops(arch, head_dim, dtype, tmp_path):
     config, compiled = build(arch, 8, 4, head_dim, dtype, "fp8e4nv")
     assert config.ctas * (compiled.metadata.shared + 1024) <= SHARED_MEMORY[arch] * 1024
-    sass = sass_of(compiled, tmp_path)
+    sass, _ = disassembled(compiled, tmp_path)
     assert len(SPILL.findall(sass)) <= 8, "more than what an item begins and ends with"
     for loop in sorted(block_loops(sass), key=len)[:2]:  # for few rows, for many
         assert not SPILL.search(loop), "registers are spilled"

@@ -1,4 +1,14 @@
-"""What kernels over words are compiled from without a GPU: both take the same arguments."""
+"""What kernels over words are compiled from without a GPU (both take the same arguments), and what
+ptxas made of them."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import triton
+
+_TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+SPILL = re.compile(r"\b(?:STL|LDL)\b")
 
 POINTERS = {
     "q": "", "k": "", "v": "", "out": "", "lse": "fp32", "partial_out": "fp16",
@@ -29,3 +39,28 @@ def signature_of(
         if kind not in ("fp32", "constexpr")
     }
     return signature, constants, aligned
+
+
+def disassembled(compiled, folder: Path) -> tuple[str, str]:
+    """Return a kernel's machine code, and its registers, stack and local memory."""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    return _tool("nvdisasm", "-c", cubin), _tool("cuobjdump", "-res-usage", cubin)
+
+
+def _tool(name: str, *args) -> str:
+    return subprocess.run([_TOOLS / name, *args], capture_output=True, text=True, check=True).stdout
+
+
+def loops_of(sass: str) -> tuple[str, list[tuple[int, int]]]:
+    """Return machine code without its labels, and where in it each jump back goes from and to."""
+    parts = re.split(r"^(\.L_x_\d+):", sass, flags=re.M)
+    start, found, end = {}, [], 0
+    for part in parts:
+        if part.startswith(".L_x_"):
+            start[part] = end
+        for jump in re.finditer(r"BRA.*`\((\.L_x_\d+)\)", part):
+            if jump[1] in start:
+                found.append((start[jump[1]], end + jump.end()))
+        end += len(part)
+    return "".join(parts), found

@@ -32,6 +32,22 @@ def executor_of(backend, problem, *plans):
     return made
 
 
+def emulated(kind, problem, plan, ctas, faults=()):
+    """A loaded executor over a kernel's own source, run by so many CTAs."""
+    backend = kind(problem.heads, problem.dtype, torch.device("cpu"))
+    backend.num_sms, backend.faults = ctas, faults
+    made = executor_of(backend, problem, plan)
+    load(made, problem, plan)
+    return made
+
+
+def whole_and_split(planner, tree):
+    """Plans of a cut whose tiles have one part each, and of one with most."""
+    cuts = sorted(planner.cuts(tree), key=lambda cut: int(cut.parts.max()))
+    assert cuts[0].parts.max() == 1 < cuts[-1].parts.max()
+    return [planner.serialize(tree, cut) for cut in (cuts[0], cuts[-1])]
+
+
 def poison(made, problem):
     """Point all of kv_indices at the poison slot, for every query, and fill partial rows with
     NaN."""
