@@ -14,6 +14,8 @@ NAMES = {
     "fasttree": "FastTree", "flashinfer": "FlashInfer", "fa3": "FlashAttention 3",
     "batchattn": "FlashInfer BatchAttention", "cascade": "FlashInfer cascade",
     "best stock": "the best of SGLang's for each tree",
+    "prefix:invariant": "aligned plans", "fa3:one_split": "FlashAttention 3, one split",
+    "flashmla": "FlashMLA", "flashinfer:mla": "FlashInfer",
 }  # fmt: skip
 HEADS = ("kernel_h100_slices", "kernel_h100_16-8", "kernel_h100_32-32", "kernel_h100_32-4")
 E4M3 = ("kernel_h100_e4m3", "kernel_h100_e4m3_heads")
@@ -107,6 +109,38 @@ def narrow_kv() -> str:
     columns = ("heads", "commit", "e4m3 over bf16", "of a tree", "fastest peer / ours",
                "errors: ours, FlashInfer's, FlashAttention 3's")  # fmt: skip
     return f"{table(columns, lines)}\n\n{source(*E4M3)}"
+
+
+def latent() -> str:
+    """Microseconds over latent KV by tree and query heads of a rank, and the time of SGLang's
+    fastest kernel over ours."""
+    name = "latent_h100"
+    by: dict[str, dict[str, dict[str, dict]]] = {}
+    for (heads, *_), trees in over_floor.group(rows(name)).items():
+        for tree, found in trees.items():
+            by.setdefault(tree, {})[heads.partition("/")[0]] = found
+    columns = sorted(next(iter(by.values())), key=int)
+    lines = [
+        (f"`{tree}`", *(cell for heads in columns for cell in _against_peer(found[heads])))
+        for tree, found in by.items()
+    ]
+    titles = [f"{heads} heads: {what}" for heads in columns
+              for what in ("ours, us", "fastest peer", "over ours")]  # fmt: skip
+    return f"{table(('tree', *titles), lines)}\n\n{source(name)}"
+
+
+def invariant() -> str:
+    """What plans and kernels of deterministic inference cost, and what FlashAttention 3 takes that
+    splits no KV: mean, least and largest of a tree."""
+    name = "invariant_h100"
+    trees = _trees(name).values()
+    lines = []
+    for above, below in (("prefix:invariant", "prefix"), ("fa3:one_split", "prefix:invariant")):
+        ratios = [by[above]["us"] / by[below]["us"] for by in trees]
+        lines.append((NAMES[above], NAMES[below], f"{geometric_mean(ratios):.2f}",
+                      span(ratios, ".2f")))  # fmt: skip
+    columns = ("kernels", "over", "mean of 20 trees", "of a tree")
+    return f"{table(columns, lines)}\n\n{source(name)}"
 
 
 def ablations() -> str:

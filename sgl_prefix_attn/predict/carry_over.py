@@ -46,7 +46,11 @@ def _stock(
     usable: dict[Path, Calibration], key: CalibrationKey, num_sms: int
 ) -> tuple[Calibration, str]:
     """Return the best bandwidth and coefficients, how sure they are, and which file they are of."""
-    usable = {path: found for path, found in usable.items() if found.key.fallback == key.fallback}
+    usable = {
+        path: found
+        for path, found in usable.items()
+        if found.key.fallback == key.fallback and _is_latent(found.key) == _is_latent(key)
+    }
     here = [
         path
         for path, found in usable.items()
@@ -104,6 +108,10 @@ def _rates(
     return rates | {"hbm": rates["hbm"] * bandwidth / usual_bandwidth(_H100)}, "conservative"
 
 
+def _is_latent(key: CalibrationKey) -> bool:
+    return key.heads.latent_dim is not None
+
+
 def _rates_alike(one: HeadConfig, other: HeadConfig) -> bool:
     """Say whether a family's kernels reach the same rates for both."""
     if one.latent_dim or other.latent_dim:
@@ -142,7 +150,7 @@ def _conservative(key: CalibrationKey, num_sms: int, like: Calibration | None) -
         versions={},
         num_sms=num_sms,
         bandwidth=usual_bandwidth(key.gpu),
-        stock=like.stock if like else stock_start(key.fallback),
+        stock=like.stock if like else stock_start(key.fallback, _is_latent(key)),
         rates=dict(vars(rates_of(key.family, key.heads)())),
         samples=0,
         errors={},
