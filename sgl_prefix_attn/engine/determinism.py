@@ -11,9 +11,6 @@ from sgl_prefix_attn.engine import sglang_config
 from sgl_prefix_attn.records import CALIBRATED, PREFIX, STOCK
 from sgl_prefix_attn.settings import BACKEND_NAME, Settings
 
-# Kernels of this mode are right on an H100, where no server has run them yet and none was timed:
-# until that, it is refused on GPUs.
-INVARIANT_ON_GPUS = False
 # KV positions of a part: a prefix is split alike in every batch, however few CTAs have work.
 PART_TOKENS = 2048
 
@@ -38,9 +35,6 @@ def why_not(server_args, settings: Settings) -> str | None:
     options = sglang_config.options(server_args)
     prefill, _ = sglang_config.attention_backends(server_args)
     reasons = {
-        "no server on a GPU has run its kernels yet": (
-            options.device != "cpu" and not INVARIANT_ON_GPUS
-        ),
         "prompts over plans are not deterministic; name it for decode alone": (
             prefill == BACKEND_NAME
         ),

@@ -7,7 +7,7 @@ import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sgl_prefix_attn.engine import layer_groups, sglang_config
+from sgl_prefix_attn.engine import determinism, layer_groups, sglang_config
 from sgl_prefix_attn.engine.layer_groups import CHUNK, WINDOW, LayerTraits
 from sgl_prefix_attn.records import FLASHINFER
 from sgl_prefix_attn.settings import Settings
@@ -27,17 +27,26 @@ class Fallback(NamedTuple):
         return f"{self.name} ({self.reason})"
 
 
-def choose(asked: str, default: str, gpu: str | None, layers: Sequence[LayerTraits]) -> Fallback:
+def choose(
+    asked: str,
+    default: str,
+    gpu: str | None,
+    layers: Sequence[LayerTraits],
+    deterministic: bool = False,
+) -> Fallback:
     """Choose between FlashInfer and SGLang's default.
 
     asked    PREFIX_ATTN_FALLBACK
     default  the backend that SGLang chose for the model, or was told to take
     gpu      its name, None on a CPU
     layers   each kind that the model has
+    deterministic  whether results may depend on a request alone, as the default's do then
 
     Raises ValueError where FlashInfer is asked for and cannot run.
     """
     against = "device:cpu" if gpu is None else why_no_flashinfer(layers)
+    if deterministic and against is None and default != FLASHINFER:
+        against = "deterministic"
     if asked == FLASHINFER:
         if against is not None:
             raise ValueError(
@@ -81,6 +90,7 @@ def of(runner, settings: Settings) -> Fallback:
         sglang_config.default_backend(runner.server_args),
         torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         [group.traits for group in layer_groups.read(runner).every],
+        determinism.is_on(runner.server_args),
     )
 
 

@@ -5,28 +5,13 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from sgl_prefix_attn.engine import determinism, layer_groups, sglang_config
 from sgl_prefix_attn.engine.layer_groups import (
-    LayerGroups,
-    LayerTraits,
     attention_layers,
     has_unknown_scales,
     is_scaled,
 )
 from sgl_prefix_attn.execute.backends.choice import why_no_backend
-from sgl_prefix_attn.execute.backends.kernel_backend import kv_dtype_label
 from sgl_prefix_attn.records import HeadConfig
 from sgl_prefix_attn.step.policy import PLAN_US
-
-# Kernels over KV of another dtype than the model's are right and fast on an H100, where no server
-# has run them yet: until one has, SGLang's own backend serves such models on GPUs.
-NARROW_KV_ON_GPUS = False
-
-# Graphs of two fallback instances, linear attention or sinks have not been captured or timed on a
-# GPU: until they have, SGLang's own backend serves models with such layers there.
-SEVERAL_KINDS_ON_GPUS = False
-
-# Kernels over latent KV are right on an H100 and have been timed there, not beside SGLang's nor in
-# a server: until they are, its own backend serves such models on every GPU.
-LATENT_KV_ON_GPUS = False
 
 # Whose draft models run decode steps of their own, as speculative() names them.
 DRAFT_IN_STEPS = ("speculative:EAGLE", "speculative:EAGLE3", "speculative:STANDALONE")
@@ -65,7 +50,7 @@ def unsupported_model(runner) -> str | None:
     latent = groups.planned is not None and groups.planned.traits.latent
     reasons = {
         groups.problem: True,
-        _untried(runner): True,
+        _untried_with_drafts(runner): True,
         unsupported_server(runner.server_args): True,
         f"kv_pool:{pool}": pool != ("MLATokenToKVPool" if latent else "MHATokenToKVPool"),
         speculative(runner.server_args): True,  # the last: without another, chains are verified
@@ -78,8 +63,6 @@ def why_no_kernels(runner) -> str | None:
     planned, device = layer_groups.read(runner).planned, torch.device(runner.device)
     assert planned is not None
     traits = planned.traits
-    if device.type == "cuda" and (reason := unmeasured_on_gpus(traits)):
-        return reason
     if traits.latent and device.type == "cuda" and determinism.is_on(runner.server_args):
         return "layers:latent"  # no kernel there runs aligned plans
     if traits.kv_dtype != traits.dtype:
@@ -89,14 +72,6 @@ def why_no_kernels(runner) -> str | None:
         if any(map(has_unknown_scales, layers)):
             return "kv_scales"
     return why_no_backend(device, traits.heads, traits.dtype, traits.kv_dtype)
-
-
-def unmeasured_on_gpus(traits: LayerTraits) -> str | None:
-    """Name what no server on a GPU has been measured with yet, or None."""
-    if traits.latent and not LATENT_KV_ON_GPUS:
-        return "layers:latent"
-    narrow = traits.kv_dtype != traits.dtype
-    return kv_dtype_label(traits.kv_dtype) if narrow and not NARROW_KV_ON_GPUS else None
 
 
 def unsupported_extend(runner) -> str | None:
@@ -116,23 +91,15 @@ def unsupported_prompts(runner) -> str | None:
     return "layers:expanded_prompts" if latent else None
 
 
-def _untried(runner) -> str | None:
-    """Say why a model with layers of other kinds runs no plans for those of full attention either,
-    or None."""
-    tried = SEVERAL_KINDS_ON_GPUS or torch.device(runner.device).type != "cuda"
-    if tried and speculative(runner.server_args) is None:
+def _untried_with_drafts(runner) -> str | None:
+    """Name what a model has besides layers of full attention that run plans, where drafts are
+    decoded: there those run none either. None where all may."""
+    if speculative(runner.server_args) is None:
         return None
-    pool = runner.token_to_kv_pool
-    composed = None if _full_pool(pool) is pool else _pool_name(pool)
-    return several_kinds(layer_groups.read(runner), composed)
-
-
-def several_kinds(groups: LayerGroups, pool: str | None) -> str | None:
-    """Name what a model has besides layers of full attention that run plans, or None. pool: the
-    class of its KV pool where that is composed of several, else None."""
+    groups, pool = layer_groups.read(runner), runner.token_to_kv_pool
     reasons = {
         groups.left_out: True,
-        f"kv_pool:{pool}": pool is not None,
+        f"kv_pool:{_pool_name(pool)}": _full_pool(pool) is not pool,
         "layers:sinks": groups.planned is not None and groups.planned.traits.sinks is not None,
     }
     return next((reason for reason, holds in reasons.items() if holds and reason), None)

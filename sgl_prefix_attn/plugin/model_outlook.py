@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sgl_prefix_attn.engine import fallback, model_facts, sglang_config
+from sgl_prefix_attn.engine import fallback, sglang_config
 from sgl_prefix_attn.engine.layer_groups import (
     CHUNK,
     FULL,
@@ -28,8 +28,8 @@ class Outlook(NamedTuple):
     """What a server would do with a model.
 
     refused  why it does not start, "" where it does
-    stock    why every step runs SGLang's own backend on a GPU, as a label of metrics, "" where the
-             config names nothing
+    stock    why every step runs SGLang's own backend, as a label of metrics, "" where the config
+             names nothing
     layers   what each group of layers runs where some run plans, "" where none can
     planned  the layers that run plans, None where none can
     traits   each kind of attention layer
@@ -61,11 +61,7 @@ def outlook(folder: Path, tp: int) -> Outlook:
     problem = groups.problem or _sparse(config)
     if planned is None or problem:
         return Outlook(stock=problem, traits=traits)
-    # as the server does: model_facts.unsupported_model, why_no_kernels
-    several = model_facts.several_kinds(groups, _composed_pool(config))
-    stock = None if model_facts.SEVERAL_KINDS_ON_GPUS else several
-    stock = stock or model_facts.unmeasured_on_gpus(planned.traits)
-    return Outlook("", stock or "", _layers(groups, linear), planned.traits, traits)
+    return Outlook("", "", _layers(groups, linear), planned.traits, traits)
 
 
 def layer_kinds(config: Any) -> list[str]:
@@ -131,15 +127,6 @@ def _sparse(config: Any) -> str:
     from sglang.srt.configs.model_config import is_deepseek_dsa
 
     return "kv_pool:DSATokenToKVPool" if is_deepseek_dsa(config.hf_config) else ""
-
-
-def _composed_pool(config: Any) -> str | None:
-    """Name the KV pool of a model with several kinds of layers, None where there is but one."""
-    from sglang.srt.configs.hybrid_arch import mambaish_config
-
-    if mambaish_config(config) is not None:
-        return "HybridLinearKVPool"
-    return "SWAKVPool" if config.is_hybrid_swa else None
 
 
 def _layers(groups: LayerGroups, linear: list[int]) -> str:

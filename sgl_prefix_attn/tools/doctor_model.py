@@ -33,6 +33,4 @@ def check_model(folder: Path, tp: int, gpu: str) -> Check:
             return Check("model", FAIL, str(error), "change or unset what is named here")
         return Check("model", OK, f"{found.layers}; stock decode by SGLang's {beside}")
     detail = f"every step of this model runs SGLang's own {backend} ({stock})"
-    if found.stock and found.layers:
-        detail += f"; on a CPU, {found.layers}"
     return Check("model", WARN, detail, "such a server starts, and gains nothing from the plugin")

@@ -17,8 +17,6 @@ from tests.support.lora import write_adapters
 
 pytestmark = plain_engines.pytestmark
 
-NARROW_KV_ON_GPUS = pytest.importorskip("sgl_prefix_attn.engine.model_facts").NARROW_KV_ON_GPUS
-
 E4M3 = "e4m3_kv"
 CHANGES = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 128}
 PREFIX = ("prefix", "forced")
@@ -33,10 +31,7 @@ NO_FUSED_REDUCE = {"enforce_disable_flashinfer_allreduce_fusion": True}
 OPTIONS = {
     "head_dim_256": ({}, "siblings", PREFIX),
     "lora": ({"enable_lora": True, "max_loras_per_batch": 3}, "adapters", PREFIX),
-    E4M3: (
-        {"kv_cache_dtype": "fp8_e4m3"}, "siblings",
-        PREFIX if NARROW_KV_ON_GPUS else ("stock", "kv_dtype:float8_e4m3fn"),
-    ),
+    E4M3: ({"kv_cache_dtype": "fp8_e4m3"}, "siblings", PREFIX),
     "chunked_prefill_off": ({"chunked_prefill_size": -1}, "siblings", PREFIX),
     "hicache": (HICACHE, "loaded_back", PREFIX),
     "hicache_write_back": (
@@ -59,10 +54,8 @@ OPTIONS = {
         ("stock", "parallel:dp_attention"),
     ),
 }  # fmt: skip
-CHECKED = (
-    "hicache_write_back",
-    *[E4M3] * NARROW_KV_ON_GPUS,
-)  # in check mode: every path, and each second step by both kernels
+# In check mode: every path, and each second step by both kernels.
+CHECKED = ("hicache_write_back", E4M3)
 # SGLang's Llama has no data-parallel attention: its layers take as many heads as without.
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 ON_TWO_GPUS = ("data_parallel", "pipeline_parallel", "dp_attention")

@@ -4,7 +4,6 @@ import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
-from sgl_prefix_attn.engine import model_facts
 from sgl_prefix_attn.engine.stock_alone import why_stock_alone
 from sgl_prefix_attn.execute.full_attention import full_attention
 from sgl_prefix_attn.settings import Settings
@@ -101,7 +100,6 @@ def test_stock_attention_behind_a_failed_extend_gets_the_keys_as_they_were(monke
         assert tensor.equal(torch.randn(11, HKV, D, generator=generator))
 
 
-@pytest.mark.parametrize("on_gpus", [False, True])
 @pytest.mark.parametrize(
     ("device", "dtype", "scales", "reason"),
     [
@@ -112,7 +110,7 @@ def test_stock_attention_behind_a_failed_extend_gets_the_keys_as_they_were(monke
         ("cuda", torch.float32, True, "dtype:float32"),
     ],
 )
-def test_servers_with_such_a_cache(monkeypatch, device, dtype, scales, reason, on_gpus):
+def test_servers_with_such_a_cache(monkeypatch, device, dtype, scales, reason):
     server = narrow(Server(monkeypatch), scales)
     runner = server.runner
     runner.device, runner.dtype = device, dtype
@@ -120,9 +118,6 @@ def test_servers_with_such_a_cache(monkeypatch, device, dtype, scales, reason, o
         heads = RadixAttention(8, 64, 0.125, 2, 0)
         heads.k_scale, heads.k_scale_float = server.layer.k_scale, server.layer.k_scale_float
         runner.model = torch.nn.Sequential(heads)
-    monkeypatch.setattr(model_facts, "NARROW_KV_ON_GPUS", on_gpus)
-    if device == "cuda" and not on_gpus:
-        reason = "kv_dtype:float8_e4m3fn"
     assert why_stock_alone(runner, Settings()) == reason
 
 
@@ -134,10 +129,4 @@ def test_scales_without_a_number_on_the_host_are_stock(monkeypatch):
     assert heads.k_scale_float is None
     server.runner.device, server.runner.dtype = "cuda", torch.bfloat16
     server.runner.model = torch.nn.Sequential(heads)
-    monkeypatch.setattr(model_facts, "NARROW_KV_ON_GPUS", True)
     assert why_stock_alone(server.runner, Settings()) == "kv_scales"
-
-
-def test_gpus_keep_stock_attention():
-    """Until the kernels have been measured there."""
-    assert not model_facts.NARROW_KV_ON_GPUS

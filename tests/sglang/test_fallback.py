@@ -62,6 +62,14 @@ def test_where_sglangs_default_was_measured_to_be_better(monkeypatch):
     assert choose("auto", "fa3", "NVIDIA H200", [PLAIN]).name == "flashinfer"
 
 
+def test_a_deterministic_server_takes_what_sglang_calls_deterministic_there():
+    assert choose("auto", "fa3", H100, [PLAIN], True) == Fallback("fa3", "deterministic")
+    assert choose("auto", "flashinfer", "NVIDIA B200", [PLAIN], True).reason == "usual"
+    assert choose("flashinfer", "flashinfer", "NVIDIA B200", [PLAIN], True).reason == "asked"
+    with pytest.raises(ValueError, match=r"\(deterministic\)\. Unset it to run fa3"):
+        choose("flashinfer", "fa3", H100, [PLAIN], True)
+
+
 def test_on_a_cpu():
     assert choose("auto", "torch_native", None, [PLAIN]) == Fallback("torch_native", "device:cpu")
     with pytest.raises(ValueError, match="cannot serve this model here .device:cpu."):

@@ -195,12 +195,10 @@ def test_what_no_plan_can_read(monkeypatch, changes, reason):
     assert model_facts.unsupported_model(runner) == reason
 
 
-def test_every_gpu_runs_sglangs_own(monkeypatch):
+def test_what_no_kernel_on_a_gpu_can_read(monkeypatch):
     runner = Server(monkeypatch, latent=True).runner
     assert model_facts.why_no_kernels(runner) is None
     runner.device = "cuda"
-    assert model_facts.why_no_kernels(runner) == "layers:latent"
-    monkeypatch.setattr(model_facts, "LATENT_KV_ON_GPUS", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert model_facts.why_no_kernels(runner) == f"latent_dim:{LATENT}"
     runner.server_args.enable_deterministic_inference = True  # for which there are no kernels
