@@ -4,6 +4,7 @@ complaints argparse puts the argument's name."""
 from __future__ import annotations
 
 import argparse
+import json
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -51,6 +52,17 @@ def benchmark(
 def several(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
     """Make a parser of lists of them, separated by commas."""
     return lambda text: [kind(part) for part in text.split(",")]
+
+
+def json_object(text: str) -> dict:
+    """Parse an object in JSON."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ArgumentTypeError(f"expected an object such as {{}}, got {text}")
+    return found
 
 
 def names(text: str) -> list[str]:

@@ -1,7 +1,8 @@
 """Configurations of models that the evaluations write themselves; no download.
 
 A name such as llama3.1-70b/tp8 is what one of eight tensor-parallel ranks has of a model: its heads
-and its share of the linear layers, without what ranks send each other.
+and its share of the linear layers, without what ranks send each other. One such as
+gpt-oss-20b/12-layers has the first of its layers alone, so that two engines fit one GPU.
 """
 
 from __future__ import annotations
@@ -22,11 +23,17 @@ _SIZES = (
 )  # fmt: skip
 
 
+_NAMES = {
+    "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "glm4_moe": "Glm4Moe",
+    "qwen3_next": "Qwen3Next", "gpt_oss": "GptOss", "gemma3_text": "Gemma3",
+    "deepseek_v2": "DeepseekV2",
+}  # fmt: skip
+
+
 def _shape(*sizes: float, dtype: str = "bfloat16", kind: str = "llama", **others) -> dict:
     shape = dict(zip(_SIZES, sizes, strict=True)) | {"torch_dtype": dtype} | others
-    names = {"qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "glm4_moe": "Glm4Moe"}
-    if kind in names:
-        shape |= {"architectures": [f"{names[kind]}ForCausalLM"], "model_type": kind}
+    if kind in _NAMES:
+        shape |= {"architectures": [f"{_NAMES[kind]}ForCausalLM"], "model_type": kind}
     return shape
 
 
@@ -49,6 +56,35 @@ SHAPES = {
         partial_rotary_factor=0.5, moe_intermediate_size=1408, n_routed_experts=128,
         n_shared_experts=1, num_experts_per_tok=8, first_k_dense_replace=1, n_group=1,
         topk_group=1, norm_topk_prob=True, routed_scaling_factor=1.0,
+    ),
+    "qwen3-next-80b/8-layers": _shape(
+        2048, 5120, 8, 16, 2, 256, 151936, 262144, 1e7, kind="qwen3_next", rms_norm_eps=1e-6,
+        full_attention_interval=4, partial_rotary_factor=0.25, linear_conv_kernel_dim=4,
+        linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128,
+        linear_value_head_dim=128, num_experts=512, num_experts_per_tok=10, decoder_sparse_step=1,
+        moe_intermediate_size=512, shared_expert_intermediate_size=512, norm_topk_prob=True,
+    ),
+    "gpt-oss-20b/12-layers": _shape(
+        2880, 2880, 12, 64, 8, 64, 201088, 131072, 1.5e5, kind="gpt_oss", attention_bias=True,
+        layer_types=6 * ["sliding_attention", "full_attention"], sliding_window=128,
+        num_local_experts=32, num_experts_per_tok=4, swiglu_limit=7.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 1.5e5},
+    ),
+    "gemma3-4b": _shape(
+        2560, 10240, 34, 8, 4, 256, 262208, 131072, 1e6, kind="gemma3_text", rms_norm_eps=1e-6,
+        hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256, sliding_window=1024,
+        sliding_window_pattern=6, rope_local_base_freq=10000.0, tie_word_embeddings=True,
+    ),
+    "deepseek-v2-lite": _shape(
+        2048, 10944, 27, 16, 16, 64, 102400, 163840, 1e4, kind="deepseek_v2", rms_norm_eps=1e-6,
+        q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+        v_head_dim=128, moe_intermediate_size=1408, n_routed_experts=64, n_shared_experts=2,
+        num_experts_per_tok=6, first_k_dense_replace=1, moe_layer_freq=1, n_group=1, topk_group=1,
+        topk_method="greedy", scoring_func="softmax", norm_topk_prob=False,
+        routed_scaling_factor=1.0, rope_scaling={
+            "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096,
+            "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707,
+        },
     ),
     "tiny": _shape(256, 512, 2, 8, 2, 32, 1024, 8192, 1e4, dtype="float32"),
 }  # fmt: skip

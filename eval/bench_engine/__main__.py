@@ -16,7 +16,7 @@ from eval import provenance
 from eval.bench_engine import host_times
 from eval.bench_engine.decode_times import alternate, pool_tokens, times_of
 from eval.bench_engine.workloads import NAMED, parse_workloads
-from eval.cli_values import benchmark
+from eval.cli_values import benchmark, json_object
 from eval.dummy_engine import engine_arguments, keep, side_by_side
 from eval.engine_process import end_on_sigterm, uses_prefix
 from eval.model_shapes import SHAPES, write_config
@@ -46,7 +46,7 @@ def _run_group(group, folder: Path, args, workloads, before: list[dict]) -> Iter
         write_config(folder / "model", args.model_shape), device=args.device,
         page_size=args.page_size, pool_tokens=pool_tokens(workloads, args.new_tokens),
         decode_batches=sorted({workload.batch for workload in workloads}),
-    )  # fmt: skip
+    ) | args.engine_arguments  # fmt: skip
     times: dict[str, Path] = {}
 
     def watched(backend: str, home: Path) -> dict:
@@ -86,6 +86,10 @@ def _parse(argv: list[str]):
     parser.add_argument("--baseline", default="flashinfer", help="what others are compared with")
     parser.add_argument("--workloads", default=",".join(NAMED), help="or 64x8192+256")
     parser.add_argument("--page-size", type=count, default=1)
+    parser.add_argument(
+        "--engine-arguments", type=json_object, default={}, metavar="JSON",
+        help='others of sglang.Engine, such as {"kv_cache_dtype": "fp8_e4m3"}',
+    )  # fmt: skip
     args = parser.parse_args(argv)
     try:
         return args, parse_workloads(args.workloads)

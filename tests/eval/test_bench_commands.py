@@ -83,6 +83,8 @@ ON_CPU = ["--device", "cpu"]
         (bench_kernel, [*ON_CPU, "--heads", "5/2"], "must be a multiple"),
         (bench_kernel, [*ON_CPU, "--trees", "1_"], "'1_'"),
         (bench_kernel, [*ON_CPU, "--page-size", "0"], "--page-size"),
+        (bench_engine, [*ON_CPU, "--engine-arguments", "[1]"], "--engine-arguments"),
+        (bench_engine, [*ON_CPU, "--engine-arguments", "{x"], "--engine-arguments"),
         (bench_kernel, [*ON_CPU, "--providers", "nope"], "'nope'"),
         (bench_kernel, [*ON_CPU, "--providers", "prefix:nope"], "'prefix:nope'"),
         (bench_kernel, ["--device", "nope"], "--device"),

@@ -12,14 +12,33 @@ from eval.model_shapes import LLAMAS, SHAPES, one_rank, write_config
         ("llama3.1-8b", (32, 8)), ("llama3.1-8b/tp4", (8, 2)), ("llama3.1-70b", (64, 8)),
         ("llama3.1-70b/tp8", (8, 1)), ("qwen2.5-7b", (28, 4)), ("qwen2.5-7b/tp4", (7, 1)),
         ("qwen3-8b", (32, 8)), ("qwen3-30b-a3b", (32, 4)), ("glm4.5-air", (96, 8)),
-        ("glm4.5-air/tp8", (12, 1)),
+        ("glm4.5-air/tp8", (12, 1)), ("qwen3-next-80b/8-layers", (16, 2)),
+        ("gpt-oss-20b/12-layers", (64, 8)), ("gemma3-4b", (8, 4)), ("deepseek-v2-lite", (16, 16)),
     ],
 )  # fmt: skip
 def test_a_config_is_one_of_its_architecture(tmp_path, shape, heads):
     config = AutoConfig.from_pretrained(write_config(tmp_path, shape))
     assert type(config).__name__ != "PretrainedConfig"
     assert (config.num_attention_heads, config.num_key_value_heads) == heads
-    assert config.head_dim == 128 and config.vocab_size == SHAPES[shape]["vocab_size"]
+    assert config.head_dim == SHAPES[shape]["head_dim"]
+    assert config.vocab_size == SHAPES[shape]["vocab_size"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers"),
+    [
+        ("llama3.1-8b", "0-31 (full attention, 32/8 heads of 128)"),
+        ("qwen3-next-80b/8-layers", "3, 7 (full attention, 16/2 heads of 256)"),
+        ("gpt-oss-20b/12-layers", "1, 3, 5, 7, 9, 11 (full attention, 64/8 heads of 64)"),
+        ("gemma3-4b", "5, 11, 17, 23, 29 (full attention, 8/4 heads of 256)"),
+        ("deepseek-v2-lite", "0-26 (full attention, 16/1 heads of 576, 512 latent)"),
+    ],
+)
+def test_sglang_reads_the_layers_that_run_plans(tmp_path, shape, layers):
+    outlook = pytest.importorskip("sgl_prefix_attn.plugin.model_outlook").outlook
+    found = outlook(write_config(tmp_path, shape), 1)
+    assert (found.refused, found.stock) == ("", "")
+    assert found.layers.startswith(f"layers {layers} run plans")
 
 
 def test_ranks_share_out_heads_and_linear_layers():
