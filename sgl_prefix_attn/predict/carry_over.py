@@ -76,7 +76,9 @@ def _stock(
         what += f" on {there.gpu}"
         ratio = usual_bandwidth(key.gpu) / usual_bandwidth(there.gpu)
         found = replace(found, bandwidth=found.bandwidth * ratio)
-    if not _alike(heads, key.heads, key.fallback):
+    if there.kv_bytes != key.kv_bytes and 1 in (there.kv_bytes, key.kv_bytes):
+        found = replace(found, stock=_start(key))  # a kernel that converts its KV is another
+    if not _alike(there, key):
         return replace(found, source="conservative"), what
     if path in here and there.dtype == key.dtype:
         return replace(found, source=own), what
@@ -131,15 +133,22 @@ def _nearest(shipped: dict[Path, Calibration], key: CalibrationKey) -> Path | No
     return min(shipped, key=lambda path: (_distance(shipped[path].key, key), path), default=None)
 
 
-def _alike(one: HeadConfig, other: HeadConfig, fallback: str) -> bool:
+def _alike(found: CalibrationKey, key: CalibrationKey) -> bool:
     """Say whether times of one carry over to the other as they are (docs/calibration.md): of the
     same head dim and decode kernel of the fallback. On tensor cores any number of heads will do;
     without them each query head multiplies by itself, and more of them for each KV head are another
     case."""
-    rows = stock_kernel(one, fallback).rows
-    dims = [(heads.head_dim, heads.latent_dim) for heads in (one, other)]
-    same = rows == stock_kernel(other, fallback).rows and dims[0] == dims[1]
-    return same and (rows > 0 or one.group_size == other.group_size)
+    dims = [(one.heads.head_dim, one.heads.latent_dim) for one in (found, key)]
+    same = _rows(found) == _rows(key) and dims[0] == dims[1]
+    return same and (_rows(key) > 0 or found.heads.group_size == key.heads.group_size)
+
+
+def _rows(key: CalibrationKey) -> int:
+    return stock_kernel(key.heads, key.fallback, key.kv_bytes).rows
+
+
+def _start(key: CalibrationKey) -> dict[str, float]:
+    return stock_start(key.fallback, _is_latent(key), key.kv_bytes)
 
 
 def _conservative(key: CalibrationKey, num_sms: int, like: Calibration | None) -> Calibration:
@@ -150,7 +159,7 @@ def _conservative(key: CalibrationKey, num_sms: int, like: Calibration | None) -
         versions={},
         num_sms=num_sms,
         bandwidth=usual_bandwidth(key.gpu),
-        stock=like.stock if like else stock_start(key.fallback, _is_latent(key)),
+        stock=like.stock if like and key.kv_bytes > 1 else _start(key),
         rates=dict(vars(rates_of(key.family, key.heads)())),
         samples=0,
         errors={},
@@ -163,8 +172,8 @@ def _distance(found: CalibrationKey, key: CalibrationKey) -> tuple:
     """Say how unlike two keys are, what matters most first."""
     a, b = found.heads, key.heads
     return (
-        not _alike(a, b, key.fallback),
-        stock_kernel(a, key.fallback).rows != stock_kernel(b, key.fallback).rows,
+        not _alike(found, key),
+        _rows(found) != _rows(key),
         found.kv_bytes != key.kv_bytes,
         found.gpu != key.gpu,
         abs(math.log(a.head_dim / b.head_dim)),

@@ -14,7 +14,7 @@ class Predictor:
     def __init__(self, calibration: Calibration):
         self.source: str = calibration.source
         self._costs = calibration.kv_costs
-        self._heads, self._fallback = calibration.key.heads, calibration.key.fallback
+        self._key = calibration.key
         self._num_sms = calibration.num_sms
         self._stock = tuple(calibration.stock.values())
         # Compile the loops now (some seconds): not in the first decode step of a server.
@@ -25,7 +25,8 @@ class Predictor:
     ) -> float:
         """Predict the fallback's time for lengths seq_lens int [B], padding rows of a graph
         included as 1; `unique` counts each shared token once."""
-        work = stock_work(seq_lens, unique, self._num_sms, self._heads, self._fallback)
+        key = self._key
+        work = stock_work(seq_lens, unique, self._num_sms, key.heads, key.fallback, key.kv_bytes)
         return stock_physical(self._stock, work, self._costs)
 
     def prefix(self, plan: Plan) -> float:

@@ -45,12 +45,13 @@ class StockKernel:
     shares: bool = False
 
 
-def on_tensor_cores(heads: HeadConfig) -> bool:
-    """Return whether SGLang lets FlashInfer decode such heads of 16 bits with tensor cores."""
-    return heads.group_size >= TENSOR_CORE_GROUP
+def on_tensor_cores(heads: HeadConfig, kv_bytes: int = 2) -> bool:
+    """Return whether SGLang lets FlashInfer decode such heads, with KV of so many bytes an element,
+    with tensor cores."""
+    return heads.group_size >= TENSOR_CORE_GROUP or kv_bytes == 1
 
 
-def stock_kernel(heads: HeadConfig, fallback: str = FLASHINFER) -> StockKernel:
+def stock_kernel(heads: HeadConfig, fallback: str = FLASHINFER, kv_bytes: int = 2) -> StockKernel:
     """Return the kernel of a stock backend that decodes such heads. A backend of which nothing is
     known is taken for FlashInfer.
 
@@ -63,7 +64,7 @@ def stock_kernel(heads: HeadConfig, fallback: str = FLASHINFER) -> StockKernel:
         return StockKernel(128, ctas=1, tile=128 if head_dim <= 128 else 80, piece=100, shares=True)
     if heads.latent_dim:
         return StockKernel(-(-group // _LATENT_ROWS) * _LATENT_ROWS, ctas=1, tile=64, piece=100)
-    if on_tensor_cores(heads):
+    if on_tensor_cores(heads, kv_bytes):
         rows = 16 if group <= 16 else 64 if group <= 64 else 128
         return StockKernel(rows, ctas=2, tile=max(1, 128 * 128 // head_dim), piece=100)
     tokens = group * max(1, 128 * 8 // (head_dim * group))
@@ -84,14 +85,22 @@ STOCK_COEFFICIENTS = (
 )
 
 
-def stock_start(fallback: str, latent: bool = False) -> dict[str, float]:
-    """Return coefficients to begin a fit with, and to predict by where nothing was measured;
-    latent: over latent KV."""
+def stock_start(fallback: str, latent: bool = False, kv_bytes: int = 2) -> dict[str, float]:
+    """Return coefficients to begin a fit with, and to predict by where nothing was measured, of KV
+    of so many bytes an element; latent: of latent KV.
+
+    Those over latent and e4m3 KV are fits to eval/results/latent_h100.json and
+    kernel_h100_e4m3.json: 3 to 5 % off, root mean square. Converting e4m3 is what takes the time.
+    """
     start = {name: value for name, value, *_ in STOCK_COEFFICIENTS}
     if fallback == FA3:  # whose CTAs have an SM each, and stream faster
         start |= {"launch": 8.0, "chain": 0.62, "norm": 4.0}
-        if latent:  # fitted to eval/results/latent_h100.json: 3 % off, root mean square
+        if latent:
             start |= {"bandwidth": 1.11, "reread": 0.312, "chain": 0.843}
+        elif kv_bytes == 1:
+            start |= {"bandwidth": 1.39, "reread": 0.879, "chain": 1.0}
+    elif kv_bytes == 1:
+        start |= {"cta": 0.0266, "reread": 0.296, "chain": 2.69}
     return start
 
 
@@ -136,9 +145,11 @@ def stock_work(
     num_sms: int,
     heads: HeadConfig,
     fallback: str = FLASHINFER,
+    kv_bytes: int = 2,
 ) -> StockWork:
-    """Count the work of a step with lengths seq_lens int [B] of which `unique` tokens differ."""
-    kernel = stock_kernel(heads, fallback)
+    """Count the work of a step with lengths seq_lens int [B] of which `unique` tokens differ, over
+    KV of so many bytes an element."""
+    kernel = stock_kernel(heads, fallback, kv_bytes)
     slots = kernel.ctas * num_sms
     if kernel.shares:
         cost = _shared_out(seq_lens, num_sms / heads.num_kv_heads, kernel.tile, kernel.piece)

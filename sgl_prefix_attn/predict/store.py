@@ -145,10 +145,12 @@ def _how_to_calibrate(key: CalibrationKey) -> str:
     """Name the command that measures such layers beside such a fallback, if it does."""
     if key.fallback not in (FLASHINFER, FA3):  # of which no time model is known
         return f"{key.fallback} cannot be calibrated"
-    if key.heads.latent_dim is not None or key.kv_bytes != 2:
+    narrow = key.kv_bytes == 1
+    if key.heads.latent_dim is not None or key.kv_bytes > 2 or (narrow and key.fallback == FA3):
         return f"{key.heads} with KV of {key.dtype} cannot be calibrated"
-    beside = "" if key.fallback == FLASHINFER else f"--fallback {key.fallback} "
-    return f"`sgl-prefix-attn calibrate {beside}--model ...` measures this GPU"
+    options = "" if key.fallback == FLASHINFER else f"--fallback {key.fallback} "
+    options += "--kv-cache-dtype fp8_e4m3 " * narrow
+    return f"`sgl-prefix-attn calibrate {options}--model ...` measures this GPU"
 
 
 def _other_versions(found: Calibration, here: Mapping[str, str]) -> list[str]:

@@ -51,6 +51,10 @@ def add_parser(commands) -> None:
         help="SGLang's backend beside them, as the server's log names it (default: flashinfer)",
     )  # fmt: skip
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument(
+        "--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto",
+        help="the server's (default: auto, the model's)",
+    )  # fmt: skip
     parser.add_argument("--page-size", type=count, default=1, help="the server's (default: 1)")
     parser.add_argument("--batches", type=count, default=600, help="to measure (default: 600)")
     parser.add_argument("--seed", type=int, default=0, help="of the batches (default: 0)")
@@ -86,8 +90,9 @@ def run(args: argparse.Namespace) -> int:
 def calibrate(args: argparse.Namespace, console: Console) -> None:
     try:
         _, heads = chosen_heads(args)
+        kv_dtype = _kv_dtype(args)
         gpu = find_gpu((args.fallback,))
-        family = family_on(gpu.capability, heads, args.dtype, args.kernels)
+        family = family_on(gpu.capability, heads, args.dtype, args.kernels, kv_dtype=kv_dtype)
     except ValueError as error:
         raise Unusable(str(error)) from None
     # Not before: these import torch and numba.
@@ -100,9 +105,7 @@ def calibrate(args: argparse.Namespace, console: Console) -> None:
     if args.batches < procedure.MIN_SAMPLES:
         raise Unusable(f"--batches must be at least {procedure.MIN_SAMPLES}, got {args.batches}")
     kernels: Any = family.name
-    key = CalibrationKey(
-        gpu.name, kernels, heads, args.dtype, args.page_size, fallback=args.fallback
-    )
+    key = CalibrationKey(gpu.name, kernels, heads, kv_dtype, args.page_size, fallback=args.fallback)
     task = Task(
         key=key,
         num_sms=gpu.num_sms,
@@ -122,7 +125,7 @@ def calibrate(args: argparse.Namespace, console: Console) -> None:
         path = folder / store.file_name(key)
     samples_path = path.with_suffix(".samples.jsonl")
     try_writing(path, samples_path)
-    console.print(f"{gpu.name}, {heads}, {args.dtype}, pages of {args.page_size}")
+    console.print(f"{gpu.name}, {heads}, KV of {kv_dtype}, pages of {args.page_size}")
     console.print(f"stock: SGLang's {args.fallback}; prefix: {family}")
     with progress_bar(console) as progress:
         bar = progress.add_task("measuring", total=task.count)
@@ -141,6 +144,19 @@ def calibrate(args: argparse.Namespace, console: Console) -> None:
         console.print(line)
     save(procedure.finish(measured, held_out), path)
     console.print(f"written: {path}")
+
+
+def _kv_dtype(args: argparse.Namespace) -> Any:
+    """Return torch's name of the KV cache's dtype. Raises ValueError for what is not measured."""
+    if args.kv_cache_dtype == "auto":
+        return args.dtype
+    if args.dtype != "bfloat16":
+        raise ValueError(f"--dtype: over fp8_e4m3 KV bfloat16 is measured, not {args.dtype}")
+    if args.fallback == FA3:
+        raise ValueError(
+            f"--fallback: {FA3} rounds queries to e4m3, so its results are not compared with ours"
+        )
+    return "float8_e4m3fn"
 
 
 def find_gpu(fallbacks: Sequence[str]) -> Gpu:

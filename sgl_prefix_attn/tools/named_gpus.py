@@ -72,8 +72,10 @@ def family_on(
     dtype: str,
     kernels: str,
     strategy: str = CALIBRATED,
+    kv_dtype: str | None = None,
 ) -> Family:
-    """Choose the kernels of a GPU as engine/build.py does at start; dtype: torch's name of it.
+    """Choose the kernels of a GPU as engine/build.py does at start; dtypes are torch's names, that
+    of the KV cache None where it is the model's.
 
     Raises ValueError where Hopper's are asked for and cannot run, for another strategy with them,
     and for heads that no kernels take: such a server runs stock attention.
@@ -87,9 +89,12 @@ def family_on(
         why_no_hopper_on,
     )
 
-    device, torch_dtype = torch.device("cuda"), getattr(torch, dtype)
-    family = choose_family(kernels, strategy, why_no_hopper_on(capability, heads, torch_dtype))
-    if stock := why_no_backend(device, heads, torch_dtype):
+    device, dtypes = (
+        torch.device("cuda"),
+        (getattr(torch, dtype), getattr(torch, kv_dtype or dtype)),
+    )
+    family = choose_family(kernels, strategy, why_no_hopper_on(capability, heads, *dtypes))
+    if stock := why_no_backend(device, heads, *dtypes):
         raise ValueError(
             f"{stock}: such a server runs stock attention; the kernels take "
             f"{capabilities_on(device).describe()}"

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from unittest.mock import create_autospec
 
 import pytest
@@ -200,6 +201,13 @@ def test_out_model_dtype_and_pages(gpu):
     assert (gpu / "here" / "x.samples.jsonl").exists()
 
 
+def test_an_e4m3_cache_has_a_calibration_of_its_own(gpu):
+    out = gpu / "x.json"
+    options = ["--kv-cache-dtype", "fp8_e4m3", "--batches", "40", "--out", str(out)]
+    assert main.main([*COMMAND, "--head-dim", "128", *options]) == 0
+    assert store.load(out).key == replace(KEY, heads=HeadConfig(8, 2, 128), dtype="float8_e4m3fn")
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -209,6 +217,8 @@ def test_out_model_dtype_and_pages(gpu):
         (["--head-dim", "0"], "head_dim"),
         (["--batches", "7"], "at least 40"),
         (["--model", "/nowhere"], "cannot read"),
+        (["--kv-cache-dtype", "fp8_e4m3", "--dtype", "float16"], "--dtype"),
+        (["--kv-cache-dtype", "fp8_e4m3", "--fallback", "fa3"], "--fallback"),
     ],
 )
 def test_bad_arguments_are_named(options, reason, gpu, capsys):

@@ -74,16 +74,17 @@ def test_cuts_are_few_and_the_best_among_them(splits_nodes):
     assert (split_off > 0) is splits_nodes
 
 
-def cpu_meter(monkeypatch, page_size=1, family="hopper", **options):
+def cpu_meter(monkeypatch, page_size=1, family="hopper", dtype="float32", **options):
     """The real meter, on the CPU, and the planner of its plans."""
     made = []
 
-    def new_backend(name, device, heads, dtype):
+    def new_backend(name, device, heads, dtype, kv_dtype):
         made.append(name)
+        assert kv_dtype == getattr(torch, key.dtype)
         return TorchBackend(heads, dtype, device, 128)
 
     monkeypatch.setattr(measure, "new_backend", new_backend)
-    key = replace(KEY, family=family, dtype="float32", page_size=page_size)
+    key = replace(KEY, family=family, dtype=dtype, page_size=page_size)
     device = torch.device("cpu")
     meter = BatchMeter(key, pool_tokens=2048, max_batch=128, device=device, **options)
     assert made == [family]
@@ -98,9 +99,11 @@ class Attention:
         out = torch.empty_like(meter._q[: batch.size])
         for row, length in enumerate(batch.paths.seq_lens.tolist()):
             keys, values = (
-                x[slots[row, :length]].repeat_interleave(HEADS.group_size, 1) for x in (k, v)
+                x[slots[row, :length]].float().repeat_interleave(HEADS.group_size, 1)
+                for x in (k, v)
             )
-            scores = torch.einsum("hd,thd->ht", meter._q[row], keys) * HEADS.head_dim**-0.5
+            scores = torch.einsum("hd,thd->ht", meter._q[row].float(), keys)
+            scores *= HEADS.head_dim**-0.5
             out[row] = torch.einsum("ht,thd->hd", scores.softmax(1), values)
         out[-1] *= 1 + wrong
         self.outs = [out]
@@ -112,9 +115,11 @@ class Attention:
 PAIR = Batch("pair", path_table([(-1, 48), (0, 16)], [1, 1, 0, -1], [1, 40, 9, 70]))
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_results_are_compared_and_times_not_swapped(page_size, monkeypatch):
-    meter, planner = cpu_meter(monkeypatch, page_size)
+@pytest.mark.parametrize(
+    ("page_size", "dtype"), [(1, "float32"), (16, "float32"), (1, "float8_e4m3fn")]
+)
+def test_results_are_compared_and_times_not_swapped(page_size, dtype, monkeypatch):
+    meter, planner = cpu_meter(monkeypatch, page_size, dtype=dtype)
     forest = build_forest(PAIR.paths)
     plans = [planner.serialize(forest, cut) for cut in cuts.chosen(planner, forest)]
     assert len(plans) > 1
@@ -156,7 +161,7 @@ def test_a_decode_gets_pages_as_sglang_gives_them(kind, pages, monkeypatch):
     class Decode:
         page_size = kind.page_size
 
-        def __init__(self, heads, dtype, page_size, seq_lens, table):
+        def __init__(self, heads, dtype, page_size, seq_lens, table, kv_dtype):
             self.page, self.table = page_size, table
 
         def run(self, q, kv, out):

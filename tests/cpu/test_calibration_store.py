@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sgl_prefix_attn.plan.cut_time import KernelRates, LatentRates, PortableRates
-from sgl_prefix_attn.predict import store
+from sgl_prefix_attn.predict import stock_time, store
 from sgl_prefix_attn.predict.bandwidths import usual_bandwidth
 from sgl_prefix_attn.predict.codec import CalibrationError, decode, encode
 from sgl_prefix_attn.predict.predictor import Predictor
@@ -300,7 +300,8 @@ def test_what_was_measured_beside_another_fallback_decides_nothing(fallback, do,
 
 
 @pytest.mark.parametrize(
-    "options", [{"heads": HeadConfig(16, 1, 576, 512)}, {"dtype": "float8_e4m3fn"}]
+    "options",
+    [{"heads": HeadConfig(16, 1, 576, 512)}, {"dtype": "float8_e4m3fn", "fallback": "fa3"}],
 )
 def test_nobody_is_told_to_calibrate_what_the_command_does_not_take(options, folders):
     key = replace(KEY, **options)
@@ -473,6 +474,7 @@ def test_kv_of_a_byte_an_element_comes_out_of_memory_twice_as_fast(gpu, num_sms,
     assert of_one.source == source and of_one.key == narrow
     memory = {name: pytest.approx(2 * of_two.rates[name]) for name in ("hbm", "l2")}
     assert of_one.rates == of_two.rates | memory
+    assert of_one.stock == stock_time.stock_start("flashinfer", kv_bytes=1), "it converts its KV"
     assert of_one.kv_costs.token == pytest.approx(of_two.kv_costs.token / 2)
 
 

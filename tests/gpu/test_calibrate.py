@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from sgl_prefix_attn.execute.backends.choice import why_no_hopper
+from sgl_prefix_attn.execute.backends.choice import why_no_backend, why_no_hopper
 from sgl_prefix_attn.predict import startup, store
 from sgl_prefix_attn.records import FA3, HeadConfig
 from sgl_prefix_attn.tools.calibrate import procedure, report
@@ -20,20 +20,29 @@ DEVICE = torch.device("cuda", 0)
 @pytest.mark.parametrize("fallback", DECODES)
 @pytest.mark.parametrize("family", ["hopper", "portable"])
 @pytest.mark.parametrize(
-    ("heads", "page_size"), [(HeadConfig(28, 4, 128), 16), (HeadConfig(8, 8, 64), 1)]
+    ("heads", "page_size", "kv_dtype"),
+    [
+        (HeadConfig(28, 4, 128), 16, torch.bfloat16),
+        (HeadConfig(8, 8, 64), 1, torch.bfloat16),
+        (HeadConfig(16, 8, 128), 1, torch.float8_e4m3fn),
+    ],
 )
 def test_batches_are_measured_and_their_fit_is_usable(
-    heads, page_size, family, fallback, tmp_path, monkeypatch
+    heads, page_size, kv_dtype, family, fallback, tmp_path, monkeypatch
 ):
     """Times are of this GPU's kernels, results are compared (measure.BatchMeter)."""
     pytest.importorskip(DECODES[fallback].module)
+    if fallback == FA3 and kv_dtype == torch.float8_e4m3fn:
+        pytest.skip("FlashAttention 3 rounds queries to e4m3")
     if fallback == FA3 and torch.cuda.get_device_capability(DEVICE)[0] != 9:
         pytest.skip("FlashAttention 3 is measured on Hopper GPUs")
     monkeypatch.setattr(procedure, "MOST_ERROR", 0.5)  # of so few batches
-    why_not = why_no_hopper(DEVICE, heads, torch.bfloat16)
-    if family == "hopper" and why_not is not None:
+    why_not = why_no_backend(DEVICE, heads, torch.bfloat16, kv_dtype)
+    if family == "hopper":
+        why_not = why_no_hopper(DEVICE, heads, torch.bfloat16, kv_dtype)
+    if why_not is not None:
         pytest.skip(why_not)
-    key = startup.gpu_key(family, DEVICE, heads, torch.bfloat16, page_size, fallback)
+    key = startup.gpu_key(family, DEVICE, heads, kv_dtype, page_size, fallback)
     num_sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     pool = min_pool(page_size)
     task = procedure.Task(key, num_sms, store.versions(), 0, procedure.MIN_SAMPLES, pool)

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from sgl_prefix_attn.execute.backends.choice import new_backend
+from sgl_prefix_attn.execute.backends.kernel_backend import NARROW_KV
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.params import Capacity, LayerParams
 from sgl_prefix_attn.execute.rounding import why_wrong
@@ -48,15 +49,20 @@ class BatchMeter:
     ):
         self._decodes = [DECODES[name] for name in fallbacks or [key.fallback]]
         self.heads = key.heads
-        self.dtype = getattr(torch, key.dtype)
+        self.kv_dtype = getattr(torch, key.dtype)
+        self.dtype = torch.bfloat16 if self.kv_dtype == NARROW_KV else self.kv_dtype  # of queries
         self.page_size = key.page_size
         self.pool_tokens = pool_tokens
         self.device = device
-        self.backend = new_backend(key.family, device, key.heads, self.dtype)
+        self.backend = new_backend(
+            key.family, device, key.heads, self.dtype, kv_dtype=self.kv_dtype
+        )
         shape = (2 * pool_tokens, self.heads.num_kv_heads, self.heads.head_dim)
         generator = torch.Generator(device).manual_seed(0)
         self._k, self._v = (
-            torch.randn(shape, generator=generator, device=device, dtype=self.dtype)
+            torch.randn(shape, generator=generator, device=device, dtype=self.dtype).to(
+                self.kv_dtype
+            )
             for _ in range(2)
         )
         q_shape = (max_batch, self.heads.num_qo_heads, self.heads.head_dim)
@@ -132,7 +138,7 @@ class BatchMeter:
         seq_lens = torch.from_numpy(batch.paths.seq_lens)
         page_size = kind.page_size or self.page_size
         pages = (slots[:, ::page_size] // page_size).contiguous()
-        decode = kind(self.heads, self.dtype, page_size, seq_lens, pages)
+        decode = kind(self.heads, self.dtype, page_size, seq_lens, pages, self.kv_dtype)
         q = self._q[: batch.size]
         outs = [torch.empty_like(q) for _ in layers]
 

@@ -151,11 +151,12 @@ def read_measured(path: Path) -> Measured:
         batches.append(batch)
         tried.append(found)
     heads, num_sms = task.key.heads, task.num_sms
+    fallback, kv_bytes = task.key.fallback, task.key.kv_bytes
     return Measured(
         header=file.header,
         batches=batches,
         works=[
-            stock_work(b.paths.seq_lens, b.unique_tokens, num_sms, heads, task.key.fallback)
+            stock_work(b.paths.seq_lens, b.unique_tokens, num_sms, heads, fallback, kv_bytes)
             for b in batches
         ],
         cuts=tried,
@@ -184,7 +185,8 @@ def hold_out(measured: Measured) -> HeldOut:
 def fit_stock(measured: Measured, seen: list[int]) -> dict[str, float]:
     """Fit the fallback's coefficients to some of the batches."""
     works, us = [measured.works[i] for i in seen], measured.stock_us[seen]
-    start = stock_start(measured.header.task.key.fallback)
+    key = measured.header.task.key
+    start = stock_start(key.fallback, kv_bytes=key.kv_bytes)
     return fit.fit_stock(works, us, measured.header.kv_costs, start)
 
 
