@@ -198,8 +198,11 @@ class PrefixAttnBackend(AttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self._find_wrapper()
         self.variants.reset()
-        for stock in self._graph_stocks():
+        for stock in self._graph_stocks() - {self._beside}:
             stock.init_cuda_graph_state(max_bs, max_num_tokens)
+        if self._beside is not None and (most := min(max_bs, self.variants.max_bs)):
+            # Its tables are as wide as the model's context: no more rows than its graphs have.
+            self._beside.init_cuda_graph_state(most, min(max_num_tokens, most))
         for lane in self._lanes():
             lane.init_graphs(max_num_tokens)
 

@@ -41,6 +41,7 @@ def why_not(server_args, settings: Settings) -> str | None:
         "drafts are verified by other kernels than those of decode steps": (
             options.speculative_algorithm is not None
         ),
+        "the radix cache is off, so no KV is shared": options.disable_radix_cache,
         "PREFIX_ATTN_POLICY=stock runs no plans": settings.policy == STOCK,
         f"PREFIX_ATTN_MAX_VARIANT_BS={settings.max_variant_bs} leaves larger batches to others": (
             settings.max_variant_bs < Settings.max_variant_bs

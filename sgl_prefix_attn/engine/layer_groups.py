@@ -88,7 +88,7 @@ class LayerGroups(NamedTuple):
 
 def read(runner) -> LayerGroups:
     """Group the layers of a ModelRunner's model."""
-    sinks = _sinks(runner) if runner.model_config.has_attention_sinks else None
+    sinks = _sinks(runner)
     return divide({x.layer_id: _traits(runner, x, sinks) for x in attention_layers(runner)})
 
 
@@ -165,10 +165,14 @@ def _traits(runner, layer: RadixAttention, sinks: torch.dtype | None) -> LayerTr
     )
 
 
-def _sinks(runner) -> torch.dtype:
-    """The dtype of a model's sinks, which its attention gets in each step."""
+def _sinks(runner) -> torch.dtype | None:
+    """The dtype of a model's sinks, which its attention gets in each step, None without any."""
     named = runner.model.named_parameters()
-    return next((weight.dtype for name, weight in named if "sink" in name), torch.bfloat16)
+    found = {name.rpartition(".")[2]: weight.dtype for name, weight in named if "sink" in name}
+    # SGLang says it of gpt-oss, not of the models of images that hold one.
+    if not (runner.model_config.has_attention_sinks or "sinks" in found):
+        return None
+    return next(iter(found.values()), torch.bfloat16)
 
 
 def is_scaled(layer: RadixAttention) -> bool:

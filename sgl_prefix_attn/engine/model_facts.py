@@ -53,9 +53,22 @@ def unsupported_model(runner) -> str | None:
         _untried_with_drafts(runner): True,
         unsupported_server(runner.server_args): True,
         f"kv_pool:{pool}": pool != ("MLATokenToKVPool" if latent else "MHATokenToKVPool"),
+        _unread_tree(runner): True,
         speculative(runner.server_args): True,  # the last: without another, chains are verified
     }
     return next((reason for reason, holds in reasons.items() if holds and reason), None)
+
+
+def _unread_tree(runner) -> str | None:
+    """Say why the tree of a model with several pools will not be readable, or None; what else it
+    may be is seen with the first batch (paths/readers.py)."""
+    options, pool = sglang_config.options(runner.server_args), runner.token_to_kv_pool
+    if _full_pool(pool) is pool:
+        return None
+    if options.enable_hierarchical_cache:
+        return "tree:hicache_components"
+    without_tree = options.disable_radix_cache and type(pool).__name__ == "SWAKVPool"
+    return "tree:SWAChunkCache" if without_tree else None
 
 
 def why_no_kernels(runner) -> str | None:

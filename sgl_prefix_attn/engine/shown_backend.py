@@ -31,12 +31,30 @@ def unpaired(runner, backends):
 
 def name_stock(runner, backend) -> None:
     """Name a ModelRunner's backend as the one that serves its stock batches, where the model has
-    latent attention and ours is named."""
+    latent attention and ours is named, or nothing is: those of two overlapping batches, until
+    0.5.18."""
     if getattr(runner.model_config, "kv_lora_rank", None) is None:
         return
     for name in _NAMES:
         if getattr(backend, name) == BACKEND_NAME:
-            setattr(backend, name, _own_name(runner))
+            own = _own_name(runner)
+            setattr(backend, name, own)
+            for child in getattr(backend, "children", ()):
+                setattr(child, name, own)
+
+
+def name_drafts(factory, backend) -> None:
+    """Name the backend that a DraftBackendFactory made, and those of its steps, as what they are,
+    where SGLang leaves that out (until 0.5.18): models would take them for ours."""
+    from sgl_prefix_attn.engine import sglang_config
+
+    asked = factory.draft_attn_backend  # start_checks.keep_stock_drafts
+    if not asked or BACKEND_NAME not in sglang_config.attention_backends(factory.server_args):
+        return
+    for one in (backend, *getattr(backend, "attn_backends", ())):
+        for name in _NAMES:
+            if one is not None and getattr(one, name, None) is None:
+                setattr(one, name, asked)
 
 
 def _own_name(runner) -> str:

@@ -14,6 +14,7 @@ _EVERYWHERE = (
     "graph_key",
     "graph_gate",
     "draft_backend",
+    "draft_names",
     "draft_capture",
     "draft_graph_key",
     "draft_graph_gate",

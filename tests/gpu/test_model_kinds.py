@@ -30,7 +30,7 @@ KINDS = {
         STATES, REFERENCE, NOISE,
     ),
     "lfm2": ({"head_dim": 64, "hidden_size": 512}, STATES, REFERENCE, "fa3"),
-    "mellum": ({"head_dim": 128}, {}, REFERENCE, "fa3"),
+    "mellum": ({"head_dim": 128}, {}, "fa3", REFERENCE),
     "gpt_oss": ({"head_dim": 64}, {"moe_runner_backend": "triton"}, "fa3", NOISE),
     "deepseek_v2": (
         {

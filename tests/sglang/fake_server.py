@@ -27,6 +27,8 @@ PLAIN_SERVER = {
     "speculative_num_steps": None,
     "speculative_draft_attention_backend": None,
     "enable_torch_compile": False,
+    "enable_hierarchical_cache": False,
+    "disable_radix_cache": False,
 }
 
 

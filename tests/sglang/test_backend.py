@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_prefix_attn.engine.counters_of import counters_of
@@ -219,6 +220,15 @@ def test_behind_an_unknown_wrapper_graphs_are_stock(server):
     server.backend.init_forward_metadata_out_graph(server.batch(1), in_capture=True)
     assert server.stock.calls == ["graph_state", "out_graph:capture"]
     assert not server.backend.can_run_prefix
+
+
+@pytest.mark.parametrize(("limit", "rows"), [(65536, [8]), (2, [2]), (0, [])])
+def test_the_second_fallback_has_rows_for_its_graphs_alone(monkeypatch, limit, rows):
+    window = RadixAttention(HQ, D, D**-0.5, HKV, 1, sliding_window_size=16)
+    server, got = Server(monkeypatch, Settings(max_variant_bs=limit), others=[window]), []
+    monkeypatch.setattr(server.beside, "init_cuda_graph_state", lambda *sizes: got.append(sizes))
+    server.backend.init_cuda_graph_state(8, 8)
+    assert server.stock.calls == ["graph_state"] and got == [(n, n) for n in rows]
 
 
 def test_cross_check_counts_a_layer_that_differs(monkeypatch):

@@ -20,7 +20,7 @@ SINK = replace(PLAIN, sinks=BF16)
 # Kinds of layers, and why FlashInfer cannot serve a model of them.
 MODELS = {
     "llama": ([PLAIN], None),
-    "gemma2": ([PLAIN, replace(PLAIN, kind=WINDOW, window=4095)], None),  # its cap is tanh
+    "gemma2": ([PLAIN, replace(PLAIN, kind=WINDOW, window=4095)], "layers:windows"),
     "e4m3": ([replace(PLAIN, kv_dtype=torch.float8_e4m3fn)], None),
     "float32": ([replace(PLAIN, dtype=torch.float32, kv_dtype=torch.float32)], None),
     "llama4": ([PLAIN, replace(PLAIN, kind=CHUNK)], "layers:chunks"),
@@ -28,7 +28,8 @@ MODELS = {
     "phi3_mini": ([replace(PLAIN, num_kv_heads=32, head_dim=96, v_head_dim=96)], "layers:head_dim"),
     "gemma2 9b": ([replace(PLAIN, head_dim=256, v_head_dim=256)], None),
     "mimo_v2": ([replace(PLAIN, head_dim=192)], "layers:head_dim"),
-    "gemma4": ([replace(PLAIN, num_kv_heads=4), NARROW_WINDOW], "layers:different_heads"),
+    "gemma4": ([replace(PLAIN, num_kv_heads=4), NARROW_WINDOW], "layers:windows"),
+    "two heads": ([PLAIN, replace(PLAIN, num_kv_heads=4)], "layers:different_heads"),
     "two windows": (
         [PLAIN, NARROW_WINDOW, replace(NARROW_WINDOW, window=1023)],
         "layers:windows",

@@ -10,7 +10,7 @@ from sgl_prefix_attn.engine import build, fallback, model_facts, sglang_config
 from sgl_prefix_attn.engine.runner_backend import find_observer
 from sgl_prefix_attn.execute.backends.portable_backend import PortableBackend
 from sgl_prefix_attn.metrics.counters import KvSize
-from sgl_prefix_attn.patches import batch_requests, built_backends
+from sgl_prefix_attn.patches import batch_requests, built_backends, draft_names
 from sgl_prefix_attn.plugin import entry_point, hooks
 from sgl_prefix_attn.records import Decision
 from sgl_prefix_attn.settings import Settings
@@ -243,10 +243,34 @@ def test_the_model_sees_the_name_of_what_sglang_chose(monkeypatch, rank, names, 
     monkeypatch.setattr(sglang_config, "default_backend", lambda server_args: "flashmla")
     runner = SimpleNamespace(model_config=SimpleNamespace(kv_lora_rank=rank), server_args=None)
     attributes = ("prefill_attention_backend_str", "decode_attention_backend_str")
-    backend = SimpleNamespace(**dict(zip(attributes, names, strict=True)))
+    child = SimpleNamespace(**dict.fromkeys(attributes))  # of two overlapping batches
+    backend = SimpleNamespace(**dict(zip(attributes, names, strict=True)), children=[child])
     made = SimpleNamespace(attn_backend=backend)
     assert built_backends.hook(made, model_runner=runner) is made
     assert tuple(getattr(backend, name) for name in attributes) == seen
+    renamed = [name for name, was, now in zip(attributes, names, seen, strict=True) if was != now]
+    assert vars(child) == dict.fromkeys(attributes) | dict.fromkeys(renamed, "flashmla")
+
+
+@pytest.mark.parametrize(
+    ("backends", "asked", "name"),
+    [
+        (("fa3", "prefix"), "fa3", "fa3"),
+        (("fa3", "fa3"), "fa3", None),  # another server's: left as SGLang has it
+        (("fa3", "fa3"), None, None),
+    ],
+)
+def test_drafts_have_a_name_of_their_own(monkeypatch, backends, asked, name):
+    """Without one, of a step or of the whole, a model takes them for the server's backend."""
+    monkeypatch.setattr(sglang_config, "attention_backends", lambda server_args: backends)
+    factory = SimpleNamespace(draft_attn_backend=asked, server_args=None)
+    attribute = "decode_attention_backend_str"
+    steps = [Stock([]), Stock([])]
+    setattr(steps[1], attribute, "triton")  # as SGLang has named it
+    made = SimpleNamespace(attn_backends=steps)
+    assert draft_names.hook(made, factory) is made and draft_names.hook(None, factory) is None
+    found = [getattr(one, attribute, None) for one in (made, *steps)]
+    assert found == [name, name, "triton"]
 
 
 def test_a_token_of_latent_kv_is_counted_once(monkeypatch):

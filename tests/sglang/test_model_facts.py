@@ -78,7 +78,7 @@ def test_scales_of_fp8_weights_count_only_where_they_scale(monkeypatch):
     layer = RadixAttention(HQ, D, 1.0, HKV, 0, quant_config=weights, prefix="model.layers.0.attn")
     layer.quant_method.process_weights_after_loading(layer)
     assert layer.k_scale is not None
-    runner.model = SimpleNamespace(modules=lambda: [layer])
+    runner.model = SimpleNamespace(modules=lambda: [layer], named_parameters=list)
     assert unsupported_model(runner) is None
     layer.v_scale_float = 0.5
     assert unsupported_model(runner) == "kv_scales"
@@ -105,7 +105,7 @@ RUNNER_REASONS = {
 def test_every_unsupported_property_has_its_reason(monkeypatch, reason):
     runner = Server(monkeypatch).runner
     layers = [RadixAttention(HQ, D, 1.0, HKV, i) for i in range(2)]
-    runner.model = SimpleNamespace(modules=lambda: layers)
+    runner.model = SimpleNamespace(modules=lambda: layers, named_parameters=list)
     for name, value in LAYER_REASONS.get(reason, {}).items():
         for layer in layers:
             setattr(layer, name, value)
@@ -118,7 +118,7 @@ def test_models_without_layers_and_with_unlike_ones(monkeypatch):
     """One kind of layers that no plan serves leaves the others theirs, but for drafts."""
     runner = Server(monkeypatch).runner
     layers = []
-    runner.model = SimpleNamespace(modules=lambda: layers)
+    runner.model = SimpleNamespace(modules=lambda: layers, named_parameters=list)
     assert unsupported_model(runner) == "layers:none"
     layers += [RadixAttention(HQ, D, 1.0, HKV, 0), RadixAttention(2 * HQ, D, 1.0, HKV, 1)]
     for reason in ("layers:different_heads", "layers:sliding_window"):
@@ -152,6 +152,30 @@ def test_the_pool_of_full_attention_within_another_counts(monkeypatch, name):
         assert unsupported_model(runner) == reason
 
 
+@pytest.mark.parametrize(
+    ("option", "reasons"),
+    [
+        ("enable_hierarchical_cache", ["tree:hicache_components"] * 2),
+        ("disable_radix_cache", [None, "tree:SWAChunkCache"]),
+    ],
+)
+def test_a_tree_that_will_not_be_read_leaves_such_a_model_alone(monkeypatch, option, reasons):
+    runner = Server(monkeypatch).runner
+    setattr(runner.server_args, option, True)
+    assert unsupported_model(runner) is None, "one pool"
+    for name, reason in zip(("HybridLinearKVPool", "SWAKVPool"), reasons, strict=True):
+        runner.token_to_kv_pool = composed(name)
+        assert unsupported_model(runner) == reason
+
+
+def test_sinks_are_found_where_sglang_does_not_say_so(monkeypatch):
+    """As of a gpt-oss within a model of images."""
+    runner = Server(monkeypatch, sinks=torch.zeros(HQ)).runner
+    runner.model_config.has_attention_sinks = False
+    assert sinks_dtype(runner) == torch.bfloat16
+    assert sinks_dtype(Server(monkeypatch).runner) is None
+
+
 def test_sinks_were_not_tried_with_drafts(monkeypatch):
     runner = Server(monkeypatch, sinks=torch.zeros(HQ)).runner
     assert sinks_dtype(runner) == torch.bfloat16 and unsupported_model(runner) is None
@@ -162,7 +186,7 @@ def test_sinks_were_not_tried_with_drafts(monkeypatch):
 def test_bytes_and_savings_are_those_of_planned_layers(monkeypatch):
     runner = Server(monkeypatch).runner
     layers = [RadixAttention(HQ, D, 1.0, HKV, i) for i in range(6)]
-    runner.model = SimpleNamespace(modules=lambda: layers)
+    runner.model = SimpleNamespace(modules=lambda: layers, named_parameters=list)
     for layer in layers[:4]:
         layer.sliding_window_size = 128
     assert planned_layers(runner) == layers[4:]

@@ -69,6 +69,7 @@ def served_model(monkeypatch):
         speculative_attention_mode="prefill",
         attention_backend="fa3",
         device="cuda",
+        disable_radix_cache=False,
     )
     monkeypatch.setattr(sglang_config, "options", lambda _: options)
     monkeypatch.setattr(sglang_config, "attention_backends", lambda _: ("fa3", "prefix"))
@@ -98,6 +99,9 @@ def test_what_stands_against_deterministic_inference_is_named(served_model):
     start_checks.check(None)
     served_model.speculative_algorithm = "EAGLE"
     with pytest.raises(ValueError, match="drafts are verified by other kernels"):
+        start_checks.check(None)
+    served_model.speculative_algorithm, served_model.disable_radix_cache = None, True
+    with pytest.raises(ValueError, match="the radix cache is off"):
         start_checks.check(None)
 
 
