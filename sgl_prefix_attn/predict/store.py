@@ -145,8 +145,9 @@ def _how_to_calibrate(key: CalibrationKey) -> str:
     """Name the command that measures such layers beside such a fallback, if it does."""
     if key.fallback not in (FLASHINFER, FA3):  # of which no time model is known
         return f"{key.fallback} cannot be calibrated"
-    narrow = key.kv_bytes == 1
-    if key.heads.latent_dim is not None or key.kv_bytes > 2 or (narrow and key.fallback == FA3):
+    narrow, latent = key.kv_bytes == 1, key.heads.latent_dim is not None
+    other = narrow or key.fallback != FA3 if latent else narrow and key.fallback == FA3
+    if key.kv_bytes > 2 or other:
         return f"{key.heads} with KV of {key.dtype} cannot be calibrated"
     options = "" if key.fallback == FLASHINFER else f"--fallback {key.fallback} "
     options += "--kv-cache-dtype fp8_e4m3 " * narrow

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from sgl_prefix_attn.records import FA3, FLASHINFER
+from sgl_prefix_attn.records import FA3, FLASHINFER, HeadConfig
 from sgl_prefix_attn.tools.argument_types import count
 from sgl_prefix_attn.tools.exit_status import FAILED, INTERRUPTED, USAGE
 from sgl_prefix_attn.tools.model_heads import add_heads, chosen_heads
@@ -89,9 +89,9 @@ def run(args: argparse.Namespace) -> int:
 
 def calibrate(args: argparse.Namespace, console: Console) -> None:
     try:
-        _, heads = chosen_heads(args)
+        _, heads = chosen_heads(args, takes_latent=True)
         kv_dtype = _kv_dtype(args)
-        gpu = find_gpu((args.fallback,))
+        gpu = find_gpu((args.fallback,), heads)
         family = family_on(gpu.capability, heads, args.dtype, args.kernels, kv_dtype=kv_dtype)
     except ValueError as error:
         raise Unusable(str(error)) from None
@@ -159,20 +159,23 @@ def _kv_dtype(args: argparse.Namespace) -> Any:
     return "float8_e4m3fn"
 
 
-def find_gpu(fallbacks: Sequence[str]) -> Gpu:
+def find_gpu(fallbacks: Sequence[str], heads: HeadConfig) -> Gpu:
     """Look at the first GPU. Raises Unusable without one, or where one of SGLang's backends cannot
-    be measured on it."""
+    be measured on it over such heads."""
     import torch
 
-    from sgl_prefix_attn.tools.calibrate.stock_decode import DECODES
+    from sgl_prefix_attn.tools.calibrate.stock_decode import decodes
 
+    known = decodes(heads)
     if not torch.cuda.is_available():
         raise Unusable("torch sees no CUDA GPU; a server without one needs no calibration")
     for name in fallbacks:
-        if name not in DECODES:
-            raise Unusable(f"{name} is not measured, {' and '.join(DECODES)} are")
+        if name not in known:
+            raise Unusable(
+                f"--fallback: {name} is not measured over {heads}, but {' and '.join(known)}"
+            )
         try:
-            importlib.import_module(DECODES[name].module)
+            importlib.import_module(known[name].module)
         except ImportError as error:
             raise Unusable(
                 f"{name}, which is measured too, does not import ({error}): "
@@ -223,7 +226,7 @@ def pool_tokens(free_bytes: int, key: CalibrationKey) -> int:
     from sgl_prefix_attn.tools.calibrate.measure import min_pool
 
     least = min_pool(key.page_size)
-    per_token = 2 * 2 * key.heads.num_kv_heads * key.heads.head_dim * key.kv_bytes
+    per_token = 2 * key.heads.num_kv_heads * key.heads.token_dim * key.kv_bytes
     fits = int(_MEMORY_SHARE * free_bytes // per_token)
     if fits >= max(least, POOL_TOKENS):
         return max(least, POOL_TOKENS)

@@ -25,21 +25,27 @@ def add_heads(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", type=count, default=1, help="tensor-parallel size (default: 1)")
 
 
-def chosen_heads(args: argparse.Namespace) -> tuple[dict[str, Any] | None, HeadConfig]:
+def chosen_heads(
+    args: argparse.Namespace, takes_latent: bool = False
+) -> tuple[dict[str, Any] | None, HeadConfig]:
     """Return the config of --model, None without one, and the heads that these options give a rank.
-    Raises ValueError that says what is wrong with them, and for a model whose decode has none."""
+    Raises ValueError that says what is wrong with them, and for a model of latent attention unless
+    the command takes the heads by which that decodes."""
     if args.model is None:
         head_dim = HEAD_DIM if args.head_dim is None else args.head_dim
         return None, heads_on_rank(*parse_heads(args.heads), head_dim, args.tp)
     if args.head_dim is not None:
         raise ValueError("--head-dim: a --model has its own")
     config, heads = config_and_heads(args.model, args.tp)
-    if config.get("kv_lora_rank") is not None:
+    if config.get("kv_lora_rank") is None:
+        return config, heads
+    if not takes_latent:
         raise ValueError(
             f"--model: {args.model} has latent attention (kv_lora_rank), which decodes by none of "
-            "its heads: nothing is measured or simulated of it. `doctor --model` says what runs it"
+            "its heads: this command knows nothing of it. `doctor --model` says what runs it"
         )
-    return config, heads
+    rank, rope = (_count(config, name) for name in ("kv_lora_rank", "qk_rope_head_dim"))
+    return config, HeadConfig(heads.num_qo_heads, 1, rank + rope, rank)
 
 
 def config_and_heads(path: Path, tp: int) -> tuple[dict[str, Any], HeadConfig]:

@@ -21,6 +21,7 @@ from sgl_prefix_attn.tools.calibrate import measure, samples
 from sgl_prefix_attn.tools.model_heads import config_and_heads, heads_on_rank
 from tests.support.calibrations import KEY, NUM_SMS, FakeMeter
 
+FIND_GPU = command.find_gpu
 LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
 CHATGLM = {"num_attention_heads": 32, "hidden_size": 4096}
 
@@ -109,7 +110,7 @@ def test_pool_of_a_large_a_small_and_a_full_gpu():
 def gpu(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = command.Gpu(KEY.gpu, NUM_SMS, 16 << 30, (9, 0))
-    monkeypatch.setattr(command, "find_gpu", lambda fallbacks: found)
+    monkeypatch.setattr(command, "find_gpu", lambda *_: found)
     monkeypatch.setattr(command, "new_meter", lambda key, most_tokens: FakeMeter(key))
     monkeypatch.setattr(FakeMeter, "measured", 0)
     monkeypatch.setattr(FakeMeter, "broken_at", None)
@@ -150,7 +151,7 @@ def test_a_whole_run_leaves_what_a_server_finds(gpu, capsys):
 )
 def test_what_is_measured_is_what_a_server_runs(capability, options, family, gpu, monkeypatch):
     found = command.Gpu(KEY.gpu, NUM_SMS, 16 << 30, capability)
-    monkeypatch.setattr(command, "find_gpu", lambda fallbacks: found)
+    monkeypatch.setattr(command, "find_gpu", lambda *_: found)
     out = gpu / "x.json"
     assert main.main([*COMMAND, *options, "--batches", "40", "--out", str(out)]) == 0
     got = store.load(out)
@@ -160,7 +161,7 @@ def test_what_is_measured_is_what_a_server_runs(capability, options, family, gpu
 
 def test_kernels_that_cannot_run_are_refused(gpu, capsys, monkeypatch):
     found = command.Gpu("NVIDIA A100-SXM4-80GB", 108, 16 << 30, (8, 0))
-    monkeypatch.setattr(command, "find_gpu", lambda fallbacks: found)
+    monkeypatch.setattr(command, "find_gpu", lambda *_: found)
     assert main.main([*COMMAND, "--kernels", "hopper"]) == 2
     assert "cannot run here (compute:8.0)" in capsys.readouterr().err
     assert main.main(["calibrate", "--head-dim", "512"]) == 2
@@ -327,11 +328,30 @@ def test_a_closed_pipe_is_no_file_that_cannot_be_written(monkeypatch, capsys):
     assert not capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["calibrate", "analyze trace.jsonl"])
-def test_heads_by_which_a_model_never_decodes_are_not_taken(command, gpu, capsys):
+DEEPSEEK = {
+    "num_attention_heads": 128, "num_key_value_heads": 128, "hidden_size": 7168,
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+}  # fmt: skip
+
+
+def test_latent_attention_is_measured_by_the_heads_that_decode(gpu, capsys, monkeypatch):
+    (gpu / "config.json").write_text(json.dumps(DEEPSEEK))
+    out = gpu / "x.json"
+    options = ["calibrate", "--model", str(gpu), "--tp", "8", "--batches", "40", "--out", str(out)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert main.main([*options, "--fallback", "fa3"]) == 0
+    key = replace(KEY, heads=HeadConfig(16, 1, 576, 512), fallback="fa3")
+    assert store.load(out).key == key
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(command, "find_gpu", FIND_GPU)
+    assert main.main(options) == 2
+    said = "--fallback: flashinfer is not measured over 16/1 heads of 576, 512 latent, but fa3"
+    assert said in capsys.readouterr().err
+
+
+def test_heads_by_which_a_model_never_decodes_are_not_taken(gpu, capsys):
     """As config.json has them, they would be 32/32 heads of 56 on each of four ranks."""
-    deepseek = {"num_attention_heads": 128, "num_key_value_heads": 128, "hidden_size": 7168}
-    (gpu / "config.json").write_text(json.dumps(deepseek | {"kv_lora_rank": 512}))
-    assert main.main([*command.split(), "--model", str(gpu), "--tp", "4"]) == 2
+    (gpu / "config.json").write_text(json.dumps(DEEPSEEK))
+    assert main.main(["analyze", "trace.jsonl", "--model", str(gpu), "--tp", "4"]) == 2
     assert f"{gpu} has latent attention (kv_lora_rank)" in capsys.readouterr().err
     assert FakeMeter.measured == 0

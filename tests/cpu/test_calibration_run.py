@@ -74,7 +74,7 @@ def test_cuts_are_few_and_the_best_among_them(splits_nodes):
     assert (split_off > 0) is splits_nodes
 
 
-def cpu_meter(monkeypatch, page_size=1, family="hopper", dtype="float32", **options):
+def cpu_meter(monkeypatch, page_size=1, family="hopper", dtype="float32", heads=HEADS, **options):
     """The real meter, on the CPU, and the planner of its plans."""
     made = []
 
@@ -84,11 +84,13 @@ def cpu_meter(monkeypatch, page_size=1, family="hopper", dtype="float32", **opti
         return TorchBackend(heads, dtype, device, 128)
 
     monkeypatch.setattr(measure, "new_backend", new_backend)
-    key = replace(KEY, family=family, dtype=dtype, page_size=page_size)
+    key = replace(KEY, family=family, dtype=dtype, page_size=page_size, heads=heads)
+    if heads.latent_dim:
+        key = replace(key, fallback="fa3")
     device = torch.device("cpu")
     meter = BatchMeter(key, pool_tokens=2048, max_batch=128, device=device, **options)
     assert made == [family]
-    return meter, Planner(HEADS, num_sms=meter.backend.num_sms, headroom=0)
+    return meter, Planner(heads, num_sms=meter.backend.num_sms, headroom=0)
 
 
 class Attention:
@@ -96,14 +98,15 @@ class Attention:
 
     def __init__(self, meter, kind, batch, slots, layers, wrong=0.0):
         k, v = layers[0]
-        out = torch.empty_like(meter._q[: batch.size])
+        heads = meter.heads
+        out = meter._new_out(meter._q[: batch.size])
         for row, length in enumerate(batch.paths.seq_lens.tolist()):
             keys, values = (
-                x[slots[row, :length]].float().repeat_interleave(HEADS.group_size, 1)
+                x[slots[row, :length]].float().repeat_interleave(heads.group_size, 1)
                 for x in (k, v)
             )
             scores = torch.einsum("hd,thd->ht", meter._q[row].float(), keys)
-            scores *= HEADS.head_dim**-0.5
+            scores *= heads.head_dim**-0.5
             out[row] = torch.einsum("ht,thd->hd", scores.softmax(1), values)
         out[-1] *= 1 + wrong
         self.outs = [out]
@@ -116,10 +119,16 @@ PAIR = Batch("pair", path_table([(-1, 48), (0, 16)], [1, 1, 0, -1], [1, 40, 9, 7
 
 
 @pytest.mark.parametrize(
-    ("page_size", "dtype"), [(1, "float32"), (16, "float32"), (1, "float8_e4m3fn")]
+    ("page_size", "dtype", "heads"),
+    [
+        (1, "float32", HEADS),
+        (16, "float32", HEADS),
+        (1, "float8_e4m3fn", HEADS),
+        (16, "float32", HeadConfig(8, 1, 24, 16)),
+    ],
 )
-def test_results_are_compared_and_times_not_swapped(page_size, dtype, monkeypatch):
-    meter, planner = cpu_meter(monkeypatch, page_size, dtype=dtype)
+def test_results_are_compared_and_times_not_swapped(page_size, dtype, heads, monkeypatch):
+    meter, planner = cpu_meter(monkeypatch, page_size, dtype=dtype, heads=heads)
     forest = build_forest(PAIR.paths)
     plans = [planner.serialize(forest, cut) for cut in cuts.chosen(planner, forest)]
     assert len(plans) > 1

@@ -301,7 +301,11 @@ def test_what_was_measured_beside_another_fallback_decides_nothing(fallback, do,
 
 @pytest.mark.parametrize(
     "options",
-    [{"heads": HeadConfig(16, 1, 576, 512)}, {"dtype": "float8_e4m3fn", "fallback": "fa3"}],
+    [
+        {"heads": HeadConfig(16, 1, 576, 512)},  # FlashInfer is not beside them
+        {"dtype": "float8_e4m3fn", "fallback": "fa3"},
+        {"dtype": "float32"},
+    ],
 )
 def test_nobody_is_told_to_calibrate_what_the_command_does_not_take(options, folders):
     key = replace(KEY, **options)

@@ -73,7 +73,7 @@ def calibration_file(tmp_path):
 @pytest.fixture
 def run(tmp_path, monkeypatch, calibration_file):
     """Run the command on a fake Hopper GPU: (exit status, result file)."""
-    monkeypatch.setattr(command, "find_gpu", lambda names: Gpu(GPU, SMS, 80 << 30, (9, 0)))
+    monkeypatch.setattr(command, "find_gpu", lambda *_: Gpu(GPU, SMS, 80 << 30, (9, 0)))
 
     def call(*argv, meter=None):
         meter = meter or TrueMeter()
@@ -314,7 +314,7 @@ def test_without_a_file_it_is_the_calibration_of_a_server(tmp_path, monkeypatch)
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
-    def find_gpu(fallbacks):
+    def find_gpu(fallbacks, heads):
         raise Unusable("no GPU here")
 
     monkeypatch.setattr(command, "find_gpu", find_gpu)

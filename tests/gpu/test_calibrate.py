@@ -11,7 +11,7 @@ from sgl_prefix_attn.records import FA3, HeadConfig
 from sgl_prefix_attn.tools.calibrate import procedure, report
 from sgl_prefix_attn.tools.calibrate.batches import MAX_BATCH
 from sgl_prefix_attn.tools.calibrate.measure import BatchMeter, min_pool
-from sgl_prefix_attn.tools.calibrate.stock_decode import DECODES
+from sgl_prefix_attn.tools.calibrate.stock_decode import DECODES, decodes
 
 pytest.importorskip("flashinfer")
 DEVICE = torch.device("cuda", 0)
@@ -25,12 +25,15 @@ DEVICE = torch.device("cuda", 0)
         (HeadConfig(28, 4, 128), 16, torch.bfloat16),
         (HeadConfig(8, 8, 64), 1, torch.bfloat16),
         (HeadConfig(16, 8, 128), 1, torch.float8_e4m3fn),
+        (HeadConfig(16, 1, 576, 512), 1, torch.bfloat16),
     ],
 )
 def test_batches_are_measured_and_their_fit_is_usable(
     heads, page_size, kv_dtype, family, fallback, tmp_path, monkeypatch
 ):
     """Times are of this GPU's kernels, results are compared (measure.BatchMeter)."""
+    if fallback not in decodes(heads):
+        pytest.skip("not beside latent layers")
     pytest.importorskip(DECODES[fallback].module)
     if fallback == FA3 and kv_dtype == torch.float8_e4m3fn:
         pytest.skip("FlashAttention 3 rounds queries to e4m3")

@@ -14,6 +14,7 @@ from eval.bench_kernel.case import Case
 from eval.bench_kernel.providers.fa3 import FlashAttention3
 from eval.bench_kernel.providers.planned import Server
 from eval.bench_kernel.providers.provider import Provider
+from sgl_prefix_attn.tools.calibrate.stock_decode import FlashAttention3LatentDecode
 
 _WORKSPACE_BYTES = 256 << 20
 _FLASH_MLA_PAGE = 64
@@ -46,21 +47,20 @@ class _Latent:
         """Nothing that a step would do on the host."""
 
 
-class FlashAttention3Latent(_Latent):
+class FlashAttention3Latent:
     def __init__(self, case: Case):
-        from sgl_kernel.flash_attn import flash_attn_with_kvcache
+        self._case = case
+        self._decode = FlashAttention3LatentDecode(
+            case.heads, case.dtype, case.page_size, case.seq_lens.cpu(),
+            case.pages(case.req_to_token),
+        )  # fmt: skip
 
-        super().__init__(case)
-        self._attend = flash_attn_with_kvcache
+    def plan(self) -> None:
+        """Nothing that a step would do on the host."""
 
     def run(self, layer: int) -> torch.Tensor:
-        case, (values, rope) = self.case, self.kv(layer)
-        return self._attend(
-            q=self.rope, qv=self.q, k_cache=rope, v_cache=values, page_table=self.pages,
-            cache_seqlens=case.seq_lens, cu_seqlens_q=self.starts,
-            cu_seqlens_k_new=self.starts * case.longest, max_seqlen_q=1,
-            softmax_scale=case.sm_scale, causal=True, num_splits=0,
-        )  # fmt: skip
+        rows = self._case.paged(self._case.k[layer])
+        return self._decode.run(self._case.q, (rows, rows[..., : self._case.heads.value_dim]))
 
 
 class FlashInferLatent(_Latent):

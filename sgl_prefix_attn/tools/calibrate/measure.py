@@ -16,7 +16,7 @@ from sgl_prefix_attn.plan.serialize import Plan
 from sgl_prefix_attn.predict.record import CalibrationKey
 from sgl_prefix_attn.records import PathTable
 from sgl_prefix_attn.tools.calibrate.batches import Batch, prefix_lens
-from sgl_prefix_attn.tools.calibrate.stock_decode import DECODES
+from sgl_prefix_attn.tools.calibrate.stock_decode import decodes
 from sgl_prefix_attn.tools.calibrate.timing import LayerTimer, medians_us
 
 _COLD_BYTES = 400e6  # a graph reads this much KV, so that no layer finds its own in the L2 cache
@@ -47,7 +47,7 @@ class BatchMeter:
         device: torch.device,
         fallbacks: Sequence[str] | None = None,
     ):
-        self._decodes = [DECODES[name] for name in fallbacks or [key.fallback]]
+        self._decodes = [decodes(key.heads)[name] for name in fallbacks or [key.fallback]]
         self.heads = key.heads
         self.kv_dtype = getattr(torch, key.dtype)
         self.dtype = torch.bfloat16 if self.kv_dtype == NARROW_KV else self.kv_dtype  # of queries
@@ -57,16 +57,20 @@ class BatchMeter:
         self.backend = new_backend(
             key.family, device, key.heads, self.dtype, kv_dtype=self.kv_dtype
         )
-        shape = (2 * pool_tokens, self.heads.num_kv_heads, self.heads.head_dim)
         generator = torch.Generator(device).manual_seed(0)
-        self._k, self._v = (
-            torch.randn(shape, generator=generator, device=device, dtype=self.dtype).to(
-                self.kv_dtype
-            )
-            for _ in range(2)
-        )
-        q_shape = (max_batch, self.heads.num_qo_heads, self.heads.head_dim)
-        self._q = torch.randn(q_shape, generator=generator, device=device, dtype=self.dtype)
+
+        def random(*shape: int) -> torch.Tensor:
+            shape = (*shape, self.heads.head_dim)
+            return torch.randn(shape, generator=generator, device=device, dtype=self.dtype)
+
+        slots = (2 * pool_tokens, self.heads.num_kv_heads)
+        self._k = random(*slots).to(self.kv_dtype)
+        if self.heads.latent_dim:
+            self._v = self._k[..., : self.heads.latent_dim]
+        else:
+            self._v = random(*slots).to(self.kv_dtype)
+        self._q = random(max_batch, self.heads.num_qo_heads)
+        self._token_bytes = self.heads.num_kv_heads * self.heads.token_dim * self.kv_dtype.itemsize
 
     def measure(self, batch: Batch, plans: Sequence[Plan]) -> tuple[list[float], list[float]]:
         """Time the fallbacks and plans of a batch, by CUDA-graph replay with cold L2.
@@ -104,7 +108,7 @@ class BatchMeter:
                 f"measured times make no sense: reading {length} KV tokens of {_REQUESTS} requests "
                 f"took {us:.4g} us longer than none"
             )
-        return _REQUESTS * length * 2 * self._k[0].nbytes / us
+        return _REQUESTS * length * self._token_bytes / us
 
     def prefix_us(self, plan: Plan, paths: PathTable) -> float:
         """Time any plan over the KV of `paths`; its results are not looked at."""
@@ -113,14 +117,14 @@ class BatchMeter:
 
     def _layers(self, num_slots: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Cut K and V of as many layers from the arena as it takes to leave the L2 cache."""
-        size = num_slots * self._k[0].nbytes * 2
+        size = num_slots * self._token_bytes
         count = max(2, min(_MAX_LAYERS, int(_COLD_BYTES // size) + 1, len(self._k) // num_slots))
         parts = [slice(i * num_slots, (i + 1) * num_slots) for i in range(count)]
         return [(self._k[part], self._v[part]) for part in parts]
 
     def _prefix_timer(self, plan: Plan, paths: PathTable, slots, layers) -> LayerTimer:
         q = self._q[: paths.seq_lens.size]
-        outs = [torch.full_like(q, math.nan) for _ in layers]
+        outs = [self._new_out(q).fill_(math.nan) for _ in layers]
         seq_lens = torch.from_numpy(paths.seq_lens).to(self.device)
         rows = torch.arange(paths.seq_lens.size, device=self.device)
         executor = PlanExecutor(self.backend, Capacity.for_plans(plan))
@@ -134,13 +138,16 @@ class BatchMeter:
 
         return LayerTimer(run, len(layers), self.device, True)
 
+    def _new_out(self, q: torch.Tensor) -> torch.Tensor:
+        return q.new_empty(*q.shape[:2], self.heads.value_dim)
+
     def _stock_timer(self, kind, batch: Batch, slots, layers) -> LayerTimer:
         seq_lens = torch.from_numpy(batch.paths.seq_lens)
         page_size = kind.page_size or self.page_size
         pages = (slots[:, ::page_size] // page_size).contiguous()
         decode = kind(self.heads, self.dtype, page_size, seq_lens, pages, self.kv_dtype)
         q = self._q[: batch.size]
-        outs = [torch.empty_like(q) for _ in layers]
+        outs = [self._new_out(q) for _ in layers]
 
         def run(layer: int) -> torch.Tensor:
             k, v = (x.unflatten(0, (-1, page_size)) for x in layers[layer])

@@ -125,7 +125,50 @@ class FlashAttention3Decode:
         )  # fmt: skip
 
 
-# By SGLang's names of the backends: those whose times can be measured.
-DECODES: dict[str, type[FlashInferDecode] | type[FlashAttention3Decode]] = {
-    FLASHINFER: FlashInferDecode, FA3: FlashAttention3Decode,
-}  # fmt: skip
+class FlashAttention3LatentDecode:
+    """The same over latent KV, whose calls schedule themselves in SGLang. Arguments are
+    FlashInferDecode's, without a workspace."""
+
+    module = "sgl_kernel.flash_attn"
+    page_size = None
+
+    def __init__(
+        self,
+        heads: HeadConfig,
+        dtype: torch.dtype,
+        page_size: int,
+        seq_lens: torch.Tensor,
+        pages: torch.Tensor,
+        kv_dtype: torch.dtype | None = None,
+    ):
+        from sgl_kernel.flash_attn import flash_attn_with_kvcache
+
+        self._attend, self._dim = flash_attn_with_kvcache, heads.value_dim
+        lens = seq_lens.to(pages.device, torch.int32)
+        starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=pages.device)
+        of_kv = torch.zeros_like(starts)
+        of_kv[1:] = lens.cumsum(0)
+        self._step = {
+            "page_table": pages, "cache_seqlens": lens, "cu_seqlens_q": starts,
+            "cu_seqlens_k_new": of_kv, "max_seqlen_q": 1,
+            "softmax_scale": heads.head_dim**-0.5, "causal": True, "num_splits": 0,
+        }  # fmt: skip
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], out=None):
+        """Attend in one layer, into a new tensor [B, Hq, Dv]: q [B, Hq, D], kv rows [pages,
+        page_size, 1, D] and their first Dv elements."""
+        rows, values = kv
+        return self._attend(
+            q=q[..., self._dim :], qv=q[..., : self._dim], k_cache=rows[..., self._dim :],
+            v_cache=values, **self._step,
+        )  # fmt: skip
+
+
+# By SGLang's names of the backends: those whose times can be measured, over latent KV too or alone.
+DECODES: dict[str, Any] = {FLASHINFER: FlashInferDecode, FA3: FlashAttention3Decode}
+LATENT_DECODES: dict[str, Any] = {FA3: FlashAttention3LatentDecode}
+
+
+def decodes(heads: HeadConfig) -> dict[str, Any]:
+    """Return the decodes of such heads that can be measured."""
+    return LATENT_DECODES if heads.latent_dim else DECODES
