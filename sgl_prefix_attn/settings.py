@@ -54,7 +54,7 @@ class Settings:
         "Which of SGLang's own backends decodes what no plan does. `default` is SGLang's choice, "
         "or what `--attention-backend` names beside `--decode-attention-backend prefix`; `auto` "
         "is FlashInfer, and the default where FlashInfer cannot serve the model or was measured "
-        "to be worse, and on a CPU.",
+        "to be worse, in deterministic inference, and on a CPU.",
     )
     prefill: bool = _variable(
         False,

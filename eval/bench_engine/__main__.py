@@ -1,6 +1,6 @@
 """python -m eval.bench_engine: TPOT of SGLang with each attention backend, random weights.
 
-Every backend but the baseline is measured beside an engine of the baseline on the same GPU, one
+Every backend but the first, the baseline, is measured beside an engine of it on the same GPU, one
 process each, alternating; the ratio is that of the medians. Dummy weights are fine for timing and
 useless for comparing outputs (eval.compare_outputs does that).
 """
@@ -25,11 +25,11 @@ from sgl_prefix_attn.tools.argument_types import count
 
 def main(argv: list[str]) -> int:
     args, workloads = _parse(argv)
-    others = [b for b in args.backends if b != args.baseline]
-    groups = [[args.baseline, other] for other in others] or [[args.baseline]]
+    baseline, *others = args.backends
+    groups = [[baseline, other] for other in others] or [[baseline]]
     end_on_sigterm()
     meta = provenance.collect(
-        "eval.bench_engine", argv, model_shape=args.model_shape, baseline=args.baseline
+        "eval.bench_engine", argv, model_shape=args.model_shape, baseline=baseline
     )
     rows: list[dict] = []
     failed = False
@@ -54,7 +54,8 @@ def _run_group(group, folder: Path, args, workloads, before: list[dict]) -> Iter
         plugin = host_times.__name__ if uses_prefix(backend) else None
         return {"plugin": plugin, "env": {host_times.ENV: str(times[backend])}}
 
-    is_known = any(row["backend"] == args.baseline for row in before)
+    baseline = group[0]
+    is_known = any(row["backend"] == baseline for row in before)
     with side_by_side(group, folder, arguments, more=watched) as engines:
         for workload in workloads:
             earlier = {backend: host_times.read(path) for backend, path in times.items()}
@@ -63,7 +64,7 @@ def _run_group(group, folder: Path, args, workloads, before: list[dict]) -> Iter
             for backend in group[1:] if is_known else group:
                 yield {
                     "backend": backend, **workload.facts(), "page_size": args.page_size,
-                    **times_of(samples[backend], samples[args.baseline], args.new_tokens),
+                    **times_of(samples[backend], samples[baseline], args.new_tokens),
                     "beside": next((b for b in group if b != backend), None),
                     "plugins": engines[backend].plugins,
                     "host": host_times.read(times[backend], earlier[backend]),
@@ -82,8 +83,7 @@ def _text(row: dict) -> str:
 
 
 def _parse(argv: list[str]):
-    parser = benchmark("eval.bench_engine", __doc__, SHAPES, "prefix,flashinfer", 5, "64,256")
-    parser.add_argument("--baseline", default="flashinfer", help="what others are compared with")
+    parser = benchmark("eval.bench_engine", __doc__, SHAPES, "flashinfer,prefix", 5, "64,256")
     parser.add_argument("--workloads", default=",".join(NAMED), help="or 64x8192+256")
     parser.add_argument("--page-size", type=count, default=1)
     parser.add_argument(

@@ -31,7 +31,7 @@ def over_the_floor() -> str:
     lines = [
         (title, *(_mean(by.get(name), field) for by in (portable | h100, h200)
                   for field in ("all", "sharing")))
-        for name, title in NAMES.items()
+        for name, title in NAMES.items() if name in portable | h100 | h200
     ]  # fmt: skip
     columns = ("kernels", "H100", "with sharing", "H200", "with sharing")
     return f"{table(columns, lines)}\n\n{source(H100, H200, PORTABLE)}"

@@ -1,5 +1,7 @@
 """What SGLang's ModelRunner says about a model's attention layers, and why they cannot be run."""
 
+from importlib.util import find_spec
+
 import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
@@ -67,8 +69,10 @@ def _unread_tree(runner) -> str | None:
         return None
     if options.enable_hierarchical_cache:
         return "tree:hicache_components"
+    # Until 0.5.21 SWAChunkCache, which has no reader; then a tree that keeps nothing.
+    chunks = find_spec("sglang.srt.mem_cache.chunk_cache") is not None
     without_tree = options.disable_radix_cache and type(pool).__name__ == "SWAKVPool"
-    return "tree:SWAChunkCache" if without_tree else None
+    return "tree:SWAChunkCache" if chunks and without_tree else None
 
 
 def why_no_kernels(runner) -> str | None:

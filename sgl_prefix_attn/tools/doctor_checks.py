@@ -60,7 +60,7 @@ def check_python(facts: Facts) -> Verdict:
 
 
 def check_packages(facts: Facts) -> Iterator[Check]:
-    """Check each package; FlashInfer runs the stock steps, so only a GPU machine needs it.
+    """Check each package; FlashInfer runs most stock steps, so only a GPU machine needs it.
 
     SGLang's requirements are its CUDA set: without a GPU they are not asked for.
     """
