@@ -146,8 +146,8 @@ def _how_to_calibrate(key: CalibrationKey) -> str:
     if key.fallback not in (FLASHINFER, FA3):  # of which no time model is known
         return f"{key.fallback} cannot be calibrated"
     narrow, latent = key.kv_bytes == 1, key.heads.latent_dim is not None
-    other = narrow or key.fallback != FA3 if latent else narrow and key.fallback == FA3
-    if key.kv_bytes > 2 or other:
+    beside = FLASHINFER if narrow else FA3 if latent else key.fallback
+    if key.kv_bytes > 2 or (latent and narrow) or key.fallback != beside:
         return f"{key.heads} with KV of {key.dtype} cannot be calibrated"
     options = "" if key.fallback == FLASHINFER else f"--fallback {key.fallback} "
     options += "--kv-cache-dtype fp8_e4m3 " * narrow
