@@ -11,6 +11,7 @@ from eval.bench_kernel.floor import kv_bytes
 from eval.bench_kernel.trees import Tree, page_problem
 from sgl_prefix_attn.records import HeadConfig, PathTable
 from sgl_prefix_attn.tools.calibrate.measure import slots_of
+from sgl_prefix_attn.tools.calibrate.stock_decode import StockBatch
 
 DTYPE = torch.bfloat16  # what commands measure
 # A graph cycles through this much KV, so that no layer finds its own in the L2 cache (50 MB).
@@ -77,6 +78,13 @@ class Case:
     @property
     def sm_scale(self) -> float:
         return self.heads.head_dim**-0.5
+
+    @property
+    def stock_batch(self) -> StockBatch:
+        return StockBatch(
+            self.heads, self.dtype, self.kv_dtype, self.page_size, self.seq_lens.cpu(),
+            self.pages(self.req_to_token),
+        )  # fmt: skip
 
     def paged(self, cache: torch.Tensor) -> torch.Tensor:
         """View a pool as [pages, page_size, Hkv, D]."""

@@ -170,8 +170,8 @@ def test_a_decode_gets_pages_as_sglang_gives_them(kind, pages, monkeypatch):
     class Decode:
         page_size = kind.page_size
 
-        def __init__(self, heads, dtype, page_size, seq_lens, table, kv_dtype):
-            self.page, self.table = page_size, table
+        def __init__(self, batch):
+            self.page, self.table = batch.page_size, batch.pages
 
         def run(self, q, kv, out):
             assert kv[0].shape[1] == self.page == pages

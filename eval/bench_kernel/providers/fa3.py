@@ -23,13 +23,11 @@ class FlashAttention3Runnable:
     """
 
     def __init__(self, case: Case, num_splits: int = 0):
-        self._case, self._page_table = case, case.pages(case.req_to_token)
+        batch = case.stock_batch
+        self._case, self._page_table = case, batch.pages
         self._decode = self._extend = None
         if case.tokens == 1:
-            self._decode = stock_decode.FlashAttention3Decode(
-                case.heads, case.dtype, case.page_size, case.seq_lens.cpu(), self._page_table,
-                kv_dtype=case.kv_dtype, num_splits=num_splits,
-            )  # fmt: skip
+            self._decode = stock_decode.FlashAttention3Decode(batch, num_splits)
             return
         from sgl_kernel.flash_attn import flash_attn_with_kvcache
 

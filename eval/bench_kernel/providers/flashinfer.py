@@ -21,10 +21,7 @@ _INT_WORKSPACE_BYTES = 8 << 20
 class FlashInferDecodeRunnable:
     def __init__(self, case: Case):
         self._case, self._out = case, case.new_out()
-        self._decode = stock_decode.FlashInferDecode(
-            case.heads, case.dtype, case.page_size, case.seq_lens.cpu(),
-            case.pages(case.req_to_token), case.kv_dtype, _DECODE_WORKSPACE_BYTES,
-        )  # fmt: skip
+        self._decode = stock_decode.FlashInferDecode(case.stock_batch, _DECODE_WORKSPACE_BYTES)
         self.plan = self._decode.plan
 
     def run(self, layer: int) -> torch.Tensor:

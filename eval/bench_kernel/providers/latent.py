@@ -50,10 +50,7 @@ class _Latent:
 class FlashAttention3Latent:
     def __init__(self, case: Case):
         self._case = case
-        self._decode = FlashAttention3LatentDecode(
-            case.heads, case.dtype, case.page_size, case.seq_lens.cpu(),
-            case.pages(case.req_to_token),
-        )  # fmt: skip
+        self._decode = FlashAttention3LatentDecode(case.stock_batch)
 
     def plan(self) -> None:
         """Nothing that a step would do on the host."""

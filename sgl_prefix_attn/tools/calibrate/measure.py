@@ -16,7 +16,7 @@ from sgl_prefix_attn.plan.serialize import Plan
 from sgl_prefix_attn.predict.record import CalibrationKey
 from sgl_prefix_attn.records import PathTable
 from sgl_prefix_attn.tools.calibrate.batches import Batch, prefix_lens
-from sgl_prefix_attn.tools.calibrate.stock_decode import decodes
+from sgl_prefix_attn.tools.calibrate.stock_decode import StockBatch, decodes
 from sgl_prefix_attn.tools.calibrate.timing import LayerTimer, medians_us
 
 _COLD_BYTES = 400e6  # a graph reads this much KV, so that no layer finds its own in the L2 cache
@@ -145,7 +145,7 @@ class BatchMeter:
         seq_lens = torch.from_numpy(batch.paths.seq_lens)
         page_size = kind.page_size or self.page_size
         pages = (slots[:, ::page_size] // page_size).contiguous()
-        decode = kind(self.heads, self.dtype, page_size, seq_lens, pages, self.kv_dtype)
+        decode = kind(StockBatch(self.heads, self.dtype, self.kv_dtype, page_size, seq_lens, pages))
         q = self._q[: batch.size]
         outs = [self._new_out(q) for _ in layers]
 

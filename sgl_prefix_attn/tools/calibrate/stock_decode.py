@@ -1,5 +1,6 @@
 """The decode of SGLang's backends as it runs them: what plans are measured beside."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,30 +17,43 @@ def tensor_cores(heads: HeadConfig, kv_dtype: torch.dtype) -> bool:
     return on_tensor_cores(heads) and kv_dtype in (torch.float16, torch.bfloat16)
 
 
-class FlashInferDecode:
-    """FlashInfer's decode wrapper, made for CUDA graphs and planned for one batch.
+@dataclass(frozen=True)
+class StockBatch:
+    """A decode batch as a backend of SGLang's gets it.
 
-    seq_lens   int [B], on the host
-    pages      int32 [B, longest], on the device; what is behind a request's last page is not read
-    kv_dtype   of the KV cache, None: like queries, in dtype
-    workspace_bytes  as many as SGLang gives it
+    dtype     of queries
+    kv_dtype  of the KV cache
+    seq_lens  int [B], on the host
+    pages     int32 [B, longest], on the device; what is behind a request's last page is not read
     """
+
+    heads: HeadConfig
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    page_size: int
+    seq_lens: torch.Tensor
+    pages: torch.Tensor
+
+    @property
+    def on_device(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Lengths int32 [B], and where each request's query begins, int32 [B + 1]."""
+        lens = self.seq_lens.to(self.pages.device, torch.int32)
+        return lens, torch.arange(len(lens) + 1, dtype=torch.int32, device=lens.device)
+
+
+class FlashInferDecode:
+    """FlashInfer's decode wrapper, made for CUDA graphs and planned for one batch;
+    workspace_bytes: as many as SGLang gives it."""
 
     module = "flashinfer"
     page_size = 1  # SGLang gives it pages of one token, whatever the server's are
 
-    def __init__(
-        self,
-        heads: HeadConfig,
-        dtype: torch.dtype,
-        page_size: int,
-        seq_lens: torch.Tensor,
-        pages: torch.Tensor,
-        kv_dtype: torch.dtype | None = None,
-        workspace_bytes: int = 512 << 20,
-    ):
+    def __init__(self, batch: StockBatch, workspace_bytes: int = 512 << 20):
         import flashinfer
 
+        heads, seq_lens, pages, page_size = (
+            batch.heads, batch.seq_lens, batch.pages, batch.page_size,
+        )  # fmt: skip
         device = pages.device
         # indptr and last page lengths on the host, where plan() needs them: no synchronisation.
         num_pages = (seq_lens + page_size - 1) // page_size
@@ -52,14 +66,14 @@ class FlashInferDecode:
             torch.empty(workspace_bytes, dtype=torch.uint8, device=device),
             "NHD",
             use_cuda_graph=True,
-            use_tensor_cores=tensor_cores(heads, kv_dtype or dtype),
+            use_tensor_cores=tensor_cores(heads, batch.kv_dtype),
             paged_kv_indptr_buffer=indptr.to(device),
             paged_kv_indices_buffer=indices.clone(),
             paged_kv_last_page_len_buffer=last.to(device),
         )
         shape = heads.num_qo_heads, heads.num_kv_heads, heads.head_dim
         self._planned = (indptr, indices, last, *shape, page_size)
-        self._dtypes = {"q_data_type": dtype, "kv_data_type": kv_dtype or dtype}
+        self._dtypes = {"q_data_type": batch.dtype, "kv_data_type": batch.kv_dtype}
         self.plan()
 
     def plan(self) -> None:
@@ -73,8 +87,7 @@ class FlashInferDecode:
 
 class FlashAttention3Decode:
     """SGLang's build of FlashAttention 3 with the schedule that its backend makes once a step; in a
-    graph every layer reads that. Arguments are FlashInferDecode's, without a workspace; num_splits
-    of each request's KV, 0: as FlashAttention 3 sees fit.
+    graph every layer reads that. num_splits: of each request's KV, 0: as FlashAttention 3 sees fit.
 
     SGLang captures with a page table as wide as the model's context; here it is as wide as the
     longest request, by which splits are bounded.
@@ -83,33 +96,23 @@ class FlashAttention3Decode:
     module = "sgl_kernel.flash_attn"
     page_size = None
 
-    def __init__(
-        self,
-        heads: HeadConfig,
-        dtype: torch.dtype,
-        page_size: int,
-        seq_lens: torch.Tensor,
-        pages: torch.Tensor,
-        kv_dtype: torch.dtype | None = None,
-        num_splits: int = 0,
-    ):
+    def __init__(self, batch: StockBatch, num_splits: int = 0):
         from sgl_kernel.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
 
+        heads, (lens, starts) = batch.heads, batch.on_device
         self._attend, self._schedule = flash_attn_with_kvcache, get_scheduler_metadata
-        self._kv_dtype, self._sm_scale = kv_dtype or dtype, heads.head_dim**-0.5
-        lens = seq_lens.to(pages.device, torch.int32)
-        starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=pages.device)
+        self._kv_dtype, self._sm_scale = batch.kv_dtype, heads.head_dim**-0.5
         self._step = {
             "cache_seqlens": lens, "cu_seqlens_q": starts, "max_seqlen_q": 1, "causal": True,
             "num_splits": num_splits,
         }  # fmt: skip
         self._scheduled = {
-            "batch_size": len(lens), "max_seqlen_k": int(seq_lens.max()),
+            "batch_size": len(lens), "max_seqlen_k": int(batch.seq_lens.max()),
             "num_heads": heads.num_qo_heads, "num_heads_k": heads.num_kv_heads,
-            "headdim": heads.head_dim, "qkv_dtype": self._kv_dtype, "page_size": page_size,
+            "headdim": heads.head_dim, "qkv_dtype": self._kv_dtype, "page_size": batch.page_size,
             "has_softcap": False,
         }  # fmt: skip
-        self._pages = pages
+        self._pages = batch.pages
         self._metadata = self._schedule(**self._step, **self._scheduled)
 
     def plan(self) -> None:
@@ -126,32 +129,22 @@ class FlashAttention3Decode:
 
 
 class FlashAttention3LatentDecode:
-    """The same over latent KV, whose calls schedule themselves in SGLang. Arguments are
-    FlashInferDecode's, without a workspace."""
+    """The same over latent KV, whose calls schedule themselves in SGLang."""
 
     module = "sgl_kernel.flash_attn"
     page_size = None
 
-    def __init__(
-        self,
-        heads: HeadConfig,
-        dtype: torch.dtype,
-        page_size: int,
-        seq_lens: torch.Tensor,
-        pages: torch.Tensor,
-        kv_dtype: torch.dtype | None = None,
-    ):
+    def __init__(self, batch: StockBatch):
         from sgl_kernel.flash_attn import flash_attn_with_kvcache
 
-        self._attend, self._dim = flash_attn_with_kvcache, heads.value_dim
-        lens = seq_lens.to(pages.device, torch.int32)
-        starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=pages.device)
+        self._attend, self._dim = flash_attn_with_kvcache, batch.heads.value_dim
+        lens, starts = batch.on_device
         of_kv = torch.zeros_like(starts)
         of_kv[1:] = lens.cumsum(0)
         self._step = {
-            "page_table": pages, "cache_seqlens": lens, "cu_seqlens_q": starts,
+            "page_table": batch.pages, "cache_seqlens": lens, "cu_seqlens_q": starts,
             "cu_seqlens_k_new": of_kv, "max_seqlen_q": 1,
-            "softmax_scale": heads.head_dim**-0.5, "causal": True, "num_splits": 0,
+            "softmax_scale": batch.heads.head_dim**-0.5, "causal": True, "num_splits": 0,
         }  # fmt: skip
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], out=None):
