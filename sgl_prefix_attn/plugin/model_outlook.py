@@ -61,7 +61,7 @@ def outlook(folder: Path, tp: int) -> Outlook:
     problem = groups.problem or _sparse(config)
     if planned is None or problem:
         return Outlook(stock=problem, traits=traits)
-    return Outlook("", "", _layers(groups, linear), planned.traits, traits)
+    return Outlook(layers=_layers(groups, linear), planned=planned.traits, traits=traits)
 
 
 def layer_kinds(config: Any) -> list[str]:

@@ -89,10 +89,8 @@ def family_on(
         why_no_hopper_on,
     )
 
-    device, dtypes = (
-        torch.device("cuda"),
-        (getattr(torch, dtype), getattr(torch, kv_dtype or dtype)),
-    )
+    device = torch.device("cuda")
+    dtypes = getattr(torch, dtype), getattr(torch, kv_dtype or dtype)
     family = choose_family(kernels, strategy, why_no_hopper_on(capability, heads, *dtypes))
     if stock := why_no_backend(device, heads, *dtypes):
         raise ValueError(
