@@ -38,8 +38,8 @@ def main(argv: list[str]) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     try:
+        gpu, dtype = find_gpu(args.fallbacks), DTYPES[args.dtype]
         heads = HeadConfig(*parse_heads(args.heads), args.head_dim)
-        gpu, dtype = find_gpu(args.fallbacks, heads), DTYPES[args.dtype]
         family = family_on(gpu.capability, heads, dtype, args.kernels)
         facts: Any = gpu.name, family.name, heads, dtype, args.page_size
         keys = {name: CalibrationKey(*facts, fallback=name) for name in args.fallbacks}

@@ -71,13 +71,12 @@ def _stock(
         return replace(found, key=key, source=own), f"{what}{pages}"
     heads = there.heads
     what += f", for {heads}"
-    found = replace(found, key=key, num_sms=num_sms, samples=0, errors={})
+    stock = _coefficients(found, key)
+    found = replace(found, key=key, num_sms=num_sms, stock=stock, samples=0, errors={})
     if path not in here:
         what += f" on {there.gpu}"
         ratio = usual_bandwidth(key.gpu) / usual_bandwidth(there.gpu)
         found = replace(found, bandwidth=found.bandwidth * ratio)
-    if there.kv_bytes != key.kv_bytes and 1 in (there.kv_bytes, key.kv_bytes):
-        found = replace(found, stock=_start(key))  # a kernel that converts its KV is another
     if not _alike(there, key):
         return replace(found, source="conservative"), what
     if path in here and there.dtype == key.dtype:
@@ -147,8 +146,11 @@ def _rows(key: CalibrationKey) -> int:
     return stock_kernel(key.heads, key.fallback, key.kv_bytes).rows
 
 
-def _start(key: CalibrationKey) -> dict[str, float]:
-    return stock_start(key.fallback, _is_latent(key), key.kv_bytes)
+def _coefficients(like: Calibration | None, key: CalibrationKey) -> dict[str, float]:
+    """Return those of a fit, unless there is none or its kernel is another: one converts e4m3."""
+    if like is not None and (like.key.kv_bytes == 1) == (key.kv_bytes == 1):
+        return like.stock
+    return stock_start(key.heads, key.fallback, key.kv_bytes)
 
 
 def _conservative(key: CalibrationKey, num_sms: int, like: Calibration | None) -> Calibration:
@@ -159,7 +161,7 @@ def _conservative(key: CalibrationKey, num_sms: int, like: Calibration | None) -
         versions={},
         num_sms=num_sms,
         bandwidth=usual_bandwidth(key.gpu),
-        stock=like.stock if like and key.kv_bytes > 1 else _start(key),
+        stock=_coefficients(like, key),
         rates=dict(vars(rates_of(key.family, key.heads)())),
         samples=0,
         errors={},

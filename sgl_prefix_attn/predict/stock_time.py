@@ -85,9 +85,19 @@ STOCK_COEFFICIENTS = (
 )
 
 
-def stock_start(fallback: str, latent: bool = False, kv_bytes: int = 2) -> dict[str, float]:
-    """Return coefficients to begin a fit with, and to predict by where nothing was measured, of KV
-    of so many bytes an element; latent: of latent KV.
+def measured_beside(heads: HeadConfig, kv_bytes: int) -> tuple[str, ...]:
+    """Name the stock backends beside which such layers are measured: FlashInfer decodes no latent
+    ones in a server, and FlashAttention 3 rounds queries to e4m3, too, so that its results are
+    others."""
+    lacks = {FLASHINFER: heads.latent_dim is not None, FA3: kv_bytes == 1}
+    return tuple(name for name in lacks if kv_bytes <= 2 and not lacks[name])
+
+
+def stock_start(
+    heads: HeadConfig, fallback: str = FLASHINFER, kv_bytes: int = 2
+) -> dict[str, float]:
+    """Return coefficients to begin a fit with, and to predict by where nothing was measured, for
+    such heads and KV of so many bytes an element.
 
     Those over latent and e4m3 KV are fits to eval/results/latent_h100.json and
     kernel_h100_e4m3.json: 3 to 5 % off, root mean square. Converting e4m3 is what takes the time.
@@ -95,7 +105,7 @@ def stock_start(fallback: str, latent: bool = False, kv_bytes: int = 2) -> dict[
     start = {name: value for name, value, *_ in STOCK_COEFFICIENTS}
     if fallback == FA3:  # whose CTAs have an SM each, and stream faster
         start |= {"launch": 8.0, "chain": 0.62, "norm": 4.0}
-        if latent:
+        if heads.latent_dim:
             start |= {"bandwidth": 1.11, "reread": 0.312, "chain": 0.843}
         elif kv_bytes == 1:
             start |= {"bandwidth": 1.39, "reread": 0.879, "chain": 1.0}

@@ -15,6 +15,7 @@ from pathlib import Path
 from sgl_prefix_attn.predict.carry_over import from_shipped
 from sgl_prefix_attn.predict.codec import CalibrationError, decode
 from sgl_prefix_attn.predict.record import Calibration, CalibrationKey
+from sgl_prefix_attn.predict.stock_time import measured_beside
 from sgl_prefix_attn.records import FA3, FLASHINFER
 
 SHIPPED = Path(__file__).with_name("shipped")
@@ -145,12 +146,10 @@ def _how_to_calibrate(key: CalibrationKey) -> str:
     """Name the command that measures such layers beside such a fallback, if it does."""
     if key.fallback not in (FLASHINFER, FA3):  # of which no time model is known
         return f"{key.fallback} cannot be calibrated"
-    narrow, latent = key.kv_bytes == 1, key.heads.latent_dim is not None
-    beside = FLASHINFER if narrow else FA3 if latent else key.fallback
-    if key.kv_bytes > 2 or (latent and narrow) or key.fallback != beside:
+    if key.fallback not in measured_beside(key.heads, key.kv_bytes):
         return f"{key.heads} with KV of {key.dtype} cannot be calibrated"
     options = "" if key.fallback == FLASHINFER else f"--fallback {key.fallback} "
-    options += "--kv-cache-dtype fp8_e4m3 " * narrow
+    options += "--kv-cache-dtype fp8_e4m3 " * (key.kv_bytes == 1)
     return f"`sgl-prefix-attn calibrate {options}--model ...` measures this GPU"
 
 

@@ -90,8 +90,8 @@ def run(args: argparse.Namespace) -> int:
 def calibrate(args: argparse.Namespace, console: Console) -> None:
     try:
         _, heads = chosen_heads(args, takes_latent=True)
-        kv_dtype = _kv_dtype(args)
-        gpu = find_gpu((args.fallback,), heads)
+        kv_dtype = _kv_dtype(args, heads)
+        gpu = find_gpu((args.fallback,))
         family = family_on(gpu.capability, heads, args.dtype, args.kernels, kv_dtype=kv_dtype)
     except ValueError as error:
         raise Unusable(str(error)) from None
@@ -146,36 +146,36 @@ def calibrate(args: argparse.Namespace, console: Console) -> None:
     console.print(f"written: {path}")
 
 
-def _kv_dtype(args: argparse.Namespace) -> Any:
+def _kv_dtype(args: argparse.Namespace, heads: HeadConfig) -> Any:
     """Return torch's name of the KV cache's dtype. Raises ValueError for what is not measured."""
-    if args.kv_cache_dtype == "auto":
-        return args.dtype
-    if args.dtype != "bfloat16":
+    from sgl_prefix_attn.predict.stock_time import measured_beside
+
+    narrow = args.kv_cache_dtype == "fp8_e4m3"
+    if narrow and args.dtype != "bfloat16":
         raise ValueError(f"--dtype: over fp8_e4m3 KV bfloat16 is measured, not {args.dtype}")
-    if args.fallback == FA3:
+    if args.fallback not in (known := measured_beside(heads, 1 if narrow else 2)):
+        layers = f"{heads}{' with fp8_e4m3 KV' * narrow}"
         raise ValueError(
-            f"--fallback: {FA3} rounds queries to e4m3, so its results are not compared with ours"
+            f"--fallback: {args.fallback} is not measured over {layers}, but "
+            f"{' and '.join(known) or 'nothing'}"
         )
-    return "float8_e4m3fn"
+    return "float8_e4m3fn" if narrow else args.dtype
 
 
-def find_gpu(fallbacks: Sequence[str], heads: HeadConfig) -> Gpu:
+def find_gpu(fallbacks: Sequence[str]) -> Gpu:
     """Look at the first GPU. Raises Unusable without one, or where one of SGLang's backends cannot
-    be measured on it over such heads."""
+    be measured on it."""
     import torch
 
-    from sgl_prefix_attn.tools.calibrate.stock_decode import decodes
+    from sgl_prefix_attn.tools.calibrate.stock_decode import DECODES
 
-    known = decodes(heads)
     if not torch.cuda.is_available():
         raise Unusable("torch sees no CUDA GPU; a server without one needs no calibration")
     for name in fallbacks:
-        if name not in known:
-            raise Unusable(
-                f"--fallback: {name} is not measured over {heads}, but {' and '.join(known)}"
-            )
+        if name not in DECODES:
+            raise Unusable(f"{name} is not measured, {' and '.join(DECODES)} are")
         try:
-            importlib.import_module(known[name].module)
+            importlib.import_module(DECODES[name].module)
         except ImportError as error:
             raise Unusable(
                 f"{name}, which is measured too, does not import ({error}): "

@@ -57,4 +57,4 @@ def test_rates_of_other_heads_are_not_theirs(family, tmp_path):
         shipped = find(key, 132, {}, Folders(None, Folders.default().shipped)).calibration
         assert shipped.source == "conservative" and type(shipped.kernel_rates) is LatentRates
         assert shipped.kernel_rates.narrow == LatentRates().narrow
-        assert shipped.stock == stock_start("fa3", latent=True)
+        assert shipped.stock == stock_start(MLA, "fa3")

@@ -43,7 +43,7 @@ def test_it_describes_what_was_measured(gpu):
     errors = {}
     for kind in ("flashinfer", "fa3"):
         works = [stock_work(lens, unique, NUM_SMS, HEADS, kind) for lens, unique, _ in batches]
-        start = stock_start(kind)
+        start = stock_start(HEADS, kind)
 
         def fit(seen, works=works, start=start):
             return fit_stock([works[i] for i in seen], us[seen], costs, start).values()

@@ -26,7 +26,7 @@ def stock(fallback, kv_bytes):
     def predict(tree, heads):
         lens = np.full(tree.batch_size, tree.seq_len, np.int64)
         work = stock_work(lens, tree.unique_tokens, NUM_SMS, heads, fallback, kv_bytes)
-        start = stock_start(fallback, heads.latent_dim is not None, kv_bytes)
+        start = stock_start(heads, fallback, kv_bytes)
         return stock_physical(start.values(), work, KvCosts.of(BANDWIDTH, heads, kv_bytes))
 
     return predict

@@ -314,7 +314,7 @@ def test_without_a_file_it_is_the_calibration_of_a_server(tmp_path, monkeypatch)
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
-    def find_gpu(fallbacks, heads):
+    def find_gpu(fallbacks):
         raise Unusable("no GPU here")
 
     monkeypatch.setattr(command, "find_gpu", find_gpu)

@@ -7,11 +7,12 @@ import torch
 
 from sgl_prefix_attn.execute.backends.choice import why_no_backend, why_no_hopper
 from sgl_prefix_attn.predict import startup, store
+from sgl_prefix_attn.predict.stock_time import measured_beside
 from sgl_prefix_attn.records import FA3, HeadConfig
 from sgl_prefix_attn.tools.calibrate import procedure, report
 from sgl_prefix_attn.tools.calibrate.batches import MAX_BATCH
 from sgl_prefix_attn.tools.calibrate.measure import BatchMeter, min_pool
-from sgl_prefix_attn.tools.calibrate.stock_decode import DECODES, decodes
+from sgl_prefix_attn.tools.calibrate.stock_decode import DECODES
 
 pytest.importorskip("flashinfer")
 DEVICE = torch.device("cuda", 0)
@@ -32,11 +33,9 @@ def test_batches_are_measured_and_their_fit_is_usable(
     heads, page_size, kv_dtype, family, fallback, tmp_path, monkeypatch
 ):
     """Times are of this GPU's kernels, results are compared (measure.BatchMeter)."""
-    if fallback not in decodes(heads):
-        pytest.skip("not beside latent layers")
+    if fallback not in measured_beside(heads, kv_dtype.itemsize):
+        pytest.skip("not measured over such layers")
     pytest.importorskip(DECODES[fallback].module)
-    if fallback == FA3 and kv_dtype == torch.float8_e4m3fn:
-        pytest.skip("FlashAttention 3 rounds queries to e4m3")
     if fallback == FA3 and torch.cuda.get_device_capability(DEVICE)[0] != 9:
         pytest.skip("FlashAttention 3 is measured on Hopper GPUs")
     monkeypatch.setattr(procedure, "MOST_ERROR", 0.5)  # of so few batches

@@ -186,7 +186,7 @@ def fit_stock(measured: Measured, seen: list[int]) -> dict[str, float]:
     """Fit the fallback's coefficients to some of the batches."""
     works, us = [measured.works[i] for i in seen], measured.stock_us[seen]
     key = measured.header.task.key
-    start = stock_start(key.fallback, key.heads.latent_dim is not None, key.kv_bytes)
+    start = stock_start(key.heads, key.fallback, key.kv_bytes)
     return fit.fit_stock(works, us, measured.header.kv_costs, start)
 
 

@@ -12,9 +12,8 @@ from sgl_prefix_attn.records import FA3, FLASHINFER, HeadConfig
 def tensor_cores(heads: HeadConfig, kv_dtype: torch.dtype) -> bool:
     """Say whether SGLang lets FlashInfer decode with tensor cores, as should_use_tensor_core of
     0.5.17 to 0.5.23 does."""
-    if kv_dtype == torch.float8_e4m3fn:
-        return True
-    return on_tensor_cores(heads) and kv_dtype in (torch.float16, torch.bfloat16)
+    known = (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+    return on_tensor_cores(heads, kv_dtype.itemsize) and kv_dtype in known
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ class FlashAttention3LatentDecode:
         )  # fmt: skip
 
 
-# By SGLang's names of the backends: those whose times can be measured, over latent KV too or alone.
+# By SGLang's names of the backends: those whose times can be measured, and over latent KV.
 DECODES: dict[str, Any] = {FLASHINFER: FlashInferDecode, FA3: FlashAttention3Decode}
 LATENT_DECODES: dict[str, Any] = {FA3: FlashAttention3LatentDecode}
 
