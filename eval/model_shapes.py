@@ -26,6 +26,7 @@ _SIZES = (
 _NAMES = {
     "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "glm4_moe": "Glm4Moe",
     "qwen3_next": "Qwen3Next", "gpt_oss": "GptOss", "gemma3_text": "Gemma3",
+    "nemotron_h": "NemotronH",
     "deepseek_v2": "DeepseekV2",
 }  # fmt: skip
 
@@ -57,12 +58,26 @@ SHAPES = {
         n_shared_experts=1, num_experts_per_tok=8, first_k_dense_replace=1, n_group=1,
         topk_group=1, norm_topk_prob=True, routed_scaling_factor=1.0,
     ),
-    "qwen3-next-80b/8-layers": _shape(
-        2048, 5120, 8, 16, 2, 256, 151936, 262144, 1e7, kind="qwen3_next", rms_norm_eps=1e-6,
+    "qwen3-next-80b": _shape(
+        2048, 5120, 48, 16, 2, 256, 151936, 262144, 1e7, kind="qwen3_next", rms_norm_eps=1e-6,
         full_attention_interval=4, partial_rotary_factor=0.25, linear_conv_kernel_dim=4,
         linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128,
         linear_value_head_dim=128, num_experts=512, num_experts_per_tok=10, decoder_sparse_step=1,
         moe_intermediate_size=512, shared_expert_intermediate_size=512, norm_topk_prob=True,
+    ),
+    "qwen3.5-9b": _shape(
+        4096, 12288, 32, 16, 4, 256, 248320, 262144, 1e7, rms_norm_eps=1e-6,
+        full_attention_interval=4, partial_rotary_factor=0.25, linear_conv_kernel_dim=4,
+        linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        architectures=["Qwen3_5ForConditionalGeneration"], model_type="qwen3_5",
+    ),
+    "nemotron-h-8b": _shape(
+        4096, 21504, 52, 32, 8, 128, 131072, 8192, 1e4, kind="nemotron_h",
+        hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+        mlp_hidden_act="relu2", ssm_state_size=128, mamba_num_heads=128, mamba_head_dim=64,
+        n_groups=8, conv_kernel=4, chunk_size=128, use_conv_bias=True,
     ),
     "gpt-oss-20b/12-layers": _shape(
         2880, 2880, 12, 64, 8, 64, 201088, 131072, 1.5e5, kind="gpt_oss", attention_bias=True,
@@ -70,9 +85,9 @@ SHAPES = {
         num_local_experts=32, num_experts_per_tok=4, swiglu_limit=7.0,
         rope_parameters={"rope_type": "default", "rope_theta": 1.5e5},
     ),
-    "gemma3-4b": _shape(
-        2560, 10240, 34, 8, 4, 256, 262208, 131072, 1e6, kind="gemma3_text", rms_norm_eps=1e-6,
-        hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256, sliding_window=1024,
+    "gemma3-27b/30-layers": _shape(
+        5376, 21504, 30, 32, 16, 128, 262208, 131072, 1e6, kind="gemma3_text", rms_norm_eps=1e-6,
+        hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=168, sliding_window=1024,
         sliding_window_pattern=6, rope_local_base_freq=10000.0, tie_word_embeddings=True,
     ),
     "deepseek-v2-lite": _shape(
@@ -91,15 +106,18 @@ SHAPES = {
 
 _SHARED_OUT = (
     "num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size",
+    "shared_expert_intermediate_size", "linear_num_key_heads", "linear_num_value_heads",
 )  # fmt: skip
 
 
 def one_rank(shape: dict, ranks: int) -> dict:
-    """Return what one of `ranks` tensor-parallel ranks has of a shape. Raises ValueError for a size
-    that they cannot share out."""
+    """Return what one of `ranks` tensor-parallel ranks has of a shape; several have the same KV
+    head where there are fewer. Raises ValueError for a size that they cannot share out."""
     part = dict(shape)
     for name in _SHARED_OUT:
-        if name in shape:
+        if name == "num_key_value_heads" and ranks % shape[name] == 0:
+            part[name] = max(1, shape[name] // ranks)
+        elif name in shape:
             part[name], rest = divmod(shape[name], ranks)
             if rest:
                 raise ValueError(f"{name} {shape[name]} is no multiple of {ranks}")
@@ -109,6 +127,7 @@ def one_rank(shape: dict, ranks: int) -> dict:
 _SLICED = {
     "llama3.1-8b": (4,), "llama3.1-70b": (4, 8), "qwen2.5-7b": (4,), "qwen3-8b": (4,),
     "qwen3-30b-a3b": (4,), "glm4.5-air": (4, 8),
+    "qwen3-next-80b": (8,),
 }  # fmt: skip
 SHAPES |= {
     f"{name}/tp{ranks}": one_rank(SHAPES[name], ranks)
@@ -121,7 +140,8 @@ LLAMAS = [name for name, shape in SHAPES.items() if "architectures" not in shape
 def write_config(folder: Path, shape: str, **changes) -> Path:
     """Write config.json of a shape, with changes of its keys, for `--load-format dummy`."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(
-        json.dumps(LLAMA | SHAPES[shape] | changes, indent=1) + "\n"
-    )
+    config = LLAMA | SHAPES[shape] | changes
+    if config["model_type"] == "qwen3_5":  # sees, too: what it reads with is one of two
+        config["text_config"] = config | {"model_type": "qwen3_5_text"}
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     return folder

@@ -60,7 +60,7 @@ def _run_group(group, folder: Path, args, workloads, before: list[dict]) -> Iter
         for workload in workloads:
             earlier = {backend: host_times.read(path) for backend, path in times.items()}
             prompts = workload.prompts(SHAPES[args.model_shape]["vocab_size"])
-            samples = alternate(engines, workload.name, prompts, args.new_tokens, args.alternations)
+            samples = alternate(engines, workload, prompts, args.new_tokens, args.alternations)
             for backend in group[1:] if is_known else group:
                 yield {
                     "backend": backend, **workload.facts(), "page_size": args.page_size,
@@ -84,7 +84,9 @@ def _text(row: dict) -> str:
 
 def _parse(argv: list[str]):
     parser = benchmark("eval.bench_engine", __doc__, SHAPES, "flashinfer,prefix", 5, "64,256")
-    parser.add_argument("--workloads", default=",".join(NAMED), help="or 64x8192+256")
+    parser.add_argument(
+        "--workloads", default=",".join(NAMED), help="or 64x8192+256, or 16*16x1024+0..512: groups"
+    )  # fmt: skip
     parser.add_argument("--page-size", type=count, default=1)
     parser.add_argument(
         "--engine-arguments", type=json_object, default={}, metavar="JSON",

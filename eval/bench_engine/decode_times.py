@@ -50,13 +50,15 @@ def times_of(samples: Samples, base: Samples, new_tokens: Sequence[int]) -> dict
 
 
 def alternate(
-    engines: dict[str, EngineProcess], name: str, prompts: list[list[int]],
+    engines: dict[str, EngineProcess], workload: Workload, prompts: list[list[int]],
     new_tokens: Sequence[int], alternations: int,
 ) -> dict[str, Samples]:  # fmt: skip
     """Time each backend in turn, `alternations` times; all prompts are in its cache before."""
     for backend, engine in engines.items():
-        print(f"{name}: filling the cache of {backend}", flush=True)
-        engine.ask("time_batch", ids=prompts[:1], new_tokens=1)  # what all share
+        print(f"{workload.name}: filling the cache of {backend}", flush=True)
+        # By itself, so that layers of linear attention keep a state of just what is shared.
+        if prefixes := workload.prefixes(prompts):
+            engine.ask("time_batch", ids=prefixes, new_tokens=1)
         for _ in range(2):  # the second finds every prompt in the tree, as all later ones do
             engine.ask("time_batch", ids=prompts, new_tokens=8)
     samples = {backend: Samples() for backend in engines}

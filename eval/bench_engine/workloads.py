@@ -1,4 +1,4 @@
-"""Request sets: a batch of prompts with one shared part and private rests."""
+"""Request sets: groups of prompts with one shared part and private rests."""
 
 from __future__ import annotations
 
@@ -9,12 +9,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Workload:
-    """`batch` requests of `shared` common and `private` own prompt tokens."""
+    """`groups` times `each` requests of `shared` common and `private` own prompt tokens, the last
+    of them `most`, those between in even steps."""
 
     name: str
-    batch: int
+    each: int
     shared: int
     private: int
+    groups: int = 1
+    most: int | None = None
+
+    @property
+    def batch(self) -> int:
+        return self.groups * self.each
 
     def prompts(self, vocab_size: int) -> list[list[int]]:
         """Draw the same tokens whenever called; other workloads share none of them."""
@@ -23,8 +30,12 @@ class Workload:
         def tokens(count: int) -> list[int]:
             return [rng.randrange(vocab_size // 8, vocab_size) for _ in range(count)]
 
-        prefix = tokens(self.shared)
-        return [prefix + tokens(self.private) for _ in range(self.batch)]
+        prefixes = [tokens(self.shared) for _ in range(self.groups)]
+        return [prefix + tokens(own) for prefix in prefixes for own in self._own_tokens()]
+
+    def prefixes(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Return what each group shares, of its prompts; nothing where that is no token."""
+        return [ids[: self.shared] for ids in prompts[:: self.each] if self.shared]
 
     def facts(self) -> dict:
         """Return what a row says of it."""
@@ -33,7 +44,14 @@ class Workload:
 
     def kv_tokens(self, new_tokens: int) -> int:
         """Return how many KV tokens the pool must hold while all requests run."""
-        return self.shared + self.batch * (self.private + new_tokens)
+        own = sum(self._own_tokens()) + self.each * new_tokens
+        return self.groups * (self.shared + own)
+
+    def _own_tokens(self) -> list[int]:
+        if self.most is None:
+            return self.each * [self.private]
+        step = (self.most - self.private) / max(1, self.each - 1)
+        return [round(self.private + i * step) for i in range(self.each)]
 
 
 NAMED = {
@@ -44,19 +62,26 @@ NAMED = {
     "one": Workload("one", 1, 0, 512),
 }
 
+# At least one request, the longest with at least one token of its own.
+_SIZES = r"(?:([1-9]\d*)\*)?([1-9]\d*)x(\d+)\+(\d+(?=\.\.)|[1-9]\d*)(?:\.\.([1-9]\d*))?"
+
 
 def parse_workloads(text: str) -> list[Workload]:
-    """Parse names, or BATCHxSHARED+PRIVATE, separated by commas. Raises ValueError quoting a bad
-    one."""
+    """Parse names, or [GROUPS*]REQUESTSxSHARED+PRIVATE[..MOST], separated by commas. Raises
+    ValueError quoting a bad one."""
     workloads = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", part)
+        match = re.fullmatch(_SIZES, part)
         if part in NAMED:
             workloads.append(NAMED[part])
-        elif match and int(match[1]) > 0 and int(match[3]) > 0:
-            workloads.append(Workload(part, *map(int, match.groups())))
+        elif match:
+            groups, each, shared, private = map(int, match.groups("1")[:4])
+            workloads.append(
+                Workload(part, each, shared, private, groups, int(match[5]) if match[5] else None)
+            )
         else:
             raise ValueError(
-                f"workload {part!r}: known are {', '.join(NAMED)} and BATCHxSHARED+PRIVATE"
+                f"workload {part!r}: known are {', '.join(NAMED)} and "
+                "[GROUPS*]REQUESTSxSHARED+PRIVATE[..MOST]"
             )
     return workloads

@@ -51,7 +51,7 @@ def _run(folder: Path, args, workload: Workload) -> Iterator[dict]:
 
     prompts = workload.prompts(SHAPES[args.model_shape]["vocab_size"])
     with side_by_side(args.backends, folder, arguments, more=counted) as engines:
-        samples = alternate(engines, workload.name, prompts, args.new_tokens, args.alternations)
+        samples = alternate(engines, workload, prompts, args.new_tokens, args.alternations)
         for backend, engine in engines.items():
             answer = engine.ask("time_batch", ids=prompts, new_tokens=args.new_tokens[1])
             if abs(answer["accepted"] - accepted) > 0.1:

@@ -156,7 +156,13 @@ def test_workloads():
     assert prompts == odd.prompts(1024) and [len(ids) for ids in prompts] == [24] * 3
     assert prompts[0][:16] == prompts[1][:16] and prompts[0][16:] != prompts[1][16:]
     assert odd.kv_tokens(10) == 16 + 3 * 18
-    for text in ("nope", "0x1+1", "2x5+0"):
+    (groups,) = parse_workloads("2*3x16+0..8")
+    prompts = groups.prompts(1024)
+    assert [len(ids) for ids in prompts] == 2 * [16, 20, 24]
+    assert groups.prefixes(prompts) == [prompts[0], prompts[3]] and prompts[0] != prompts[3]
+    assert (groups.batch, groups.kv_tokens(10)) == (6, 2 * (16 + 12 + 30))
+    assert parse_workloads("2x0+4")[0].prefixes([[1], [2]]) == []
+    for text in ("nope", "0x1+1", "2x5+0", "0*2x5+1", "2x5+0..0"):
         with pytest.raises(ValueError, match="workload"):
             parse_workloads(text)
 
@@ -174,7 +180,7 @@ def test_engines_alternate_in_both_orders():
     engines = {name: engine(name) for name in ("a", "b")}
     (workload,) = parse_workloads("2x8+4")
     prompts = workload.prompts(1024)
-    samples = decode_times.alternate(engines, workload.name, prompts, (2, 6), 2)
+    samples = decode_times.alternate(engines, workload, prompts, (2, 6), 2)
     assert [name for name, count in calls if count == 6] == ["a", "b", "b", "a"]
     assert decode_times.tpot_ms(samples["a"], (2, 6)) == pytest.approx(1.0)
 

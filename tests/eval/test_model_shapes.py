@@ -12,12 +12,13 @@ from eval.model_shapes import LLAMAS, SHAPES, one_rank, write_config
         ("llama3.1-8b", (32, 8)), ("llama3.1-8b/tp4", (8, 2)), ("llama3.1-70b", (64, 8)),
         ("llama3.1-70b/tp8", (8, 1)), ("qwen2.5-7b", (28, 4)), ("qwen2.5-7b/tp4", (7, 1)),
         ("qwen3-8b", (32, 8)), ("qwen3-30b-a3b", (32, 4)), ("glm4.5-air", (96, 8)),
-        ("glm4.5-air/tp8", (12, 1)), ("qwen3-next-80b/8-layers", (16, 2)),
-        ("gpt-oss-20b/12-layers", (64, 8)), ("gemma3-4b", (8, 4)), ("deepseek-v2-lite", (16, 16)),
+        ("glm4.5-air/tp8", (12, 1)), ("gpt-oss-20b/12-layers", (64, 8)),
+        ("gemma3-27b/30-layers", (32, 16)), ("nemotron-h-8b", (32, 8)),
+        ("deepseek-v2-lite", (16, 16)), ("qwen3-next-80b/tp8", (2, 1)), ("qwen3.5-9b", (16, 4)),
     ],
 )  # fmt: skip
 def test_a_config_is_one_of_its_architecture(tmp_path, shape, heads):
-    config = AutoConfig.from_pretrained(write_config(tmp_path, shape))
+    config = AutoConfig.from_pretrained(write_config(tmp_path, shape)).get_text_config()
     assert type(config).__name__ != "PretrainedConfig"
     assert (config.num_attention_heads, config.num_key_value_heads) == heads
     assert config.head_dim == SHAPES[shape]["head_dim"]
@@ -28,9 +29,14 @@ def test_a_config_is_one_of_its_architecture(tmp_path, shape, heads):
     ("shape", "layers"),
     [
         ("llama3.1-8b", "0-31 (full attention, 32/8 heads of 128)"),
-        ("qwen3-next-80b/8-layers", "3, 7 (full attention, 16/2 heads of 256)"),
+        (
+            "qwen3-next-80b/tp8",
+            "3, 7, 11, 15, 19, 23, 27, 31, 35, 39, 43, 47 (full attention, 2/1 heads of 256)",
+        ),
+        ("qwen3.5-9b", "3, 7, 11, 15, 19, 23, 27, 31 (full attention, 16/4 heads of 256)"),
+        ("nemotron-h-8b", "7, 18, 29, 40 (full attention, 32/8 heads of 128)"),
         ("gpt-oss-20b/12-layers", "1, 3, 5, 7, 9, 11 (full attention, 64/8 heads of 64)"),
-        ("gemma3-4b", "5, 11, 17, 23, 29 (full attention, 8/4 heads of 256)"),
+        ("gemma3-27b/30-layers", "5, 11, 17, 23, 29 (full attention, 32/16 heads of 128)"),
         ("deepseek-v2-lite", "0-26 (full attention, 16/1 heads of 576, 512 latent)"),
     ],
 )
@@ -48,8 +54,9 @@ def test_ranks_share_out_heads_and_linear_layers():
         "num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size",
     }  # fmt: skip
     assert part["moe_intermediate_size"] == 192
-    with pytest.raises(ValueError, match="num_key_value_heads 4 is no multiple of 8"):
-        one_rank(whole, 8)
+    assert one_rank(whole, 8)["num_key_value_heads"] == 1
+    with pytest.raises(ValueError, match="num_attention_heads 32 is no multiple of 5"):
+        one_rank(whole, 5)
 
 
 def test_seeded_weights_are_for_llamas_alone():

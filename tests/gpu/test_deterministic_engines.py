@@ -2,10 +2,12 @@
 bits beside others."""
 
 import pytest
+import torch
 
 from eval.tiny_model import write_tiny_llama
 from tests.gpu import test_engines as plain_engines
 from tests.gpu.test_engines import ENGINE, NO_PREFILL_GRAPHS, TESTED, all_from_graphs
+from tests.gpu.test_two_gpus import TWO_RANKS
 from tests.sglang.engine import Config, plain, run_together
 
 pytestmark = plain_engines.pytestmark
@@ -20,6 +22,8 @@ RUNS = {
     "portable": DETERMINISTIC,
     "usual": PREFILL,
 }
+if torch.cuda.device_count() > 1:
+    RUNS["two_ranks"] = DETERMINISTIC | TWO_RANKS
 BITS = [name for name in RUNS if name != "usual"]
 
 

@@ -21,11 +21,12 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
-ENGINE = one_gpu.ENGINE | {
+TWO_RANKS = {
     "tp_size": 2,
     # It may use NVLink multicast, which not every host has or allows.
     "enforce_disable_flashinfer_allreduce_fusion": True,
 }
+ENGINE = one_gpu.ENGINE | TWO_RANKS
 
 
 @pytest.fixture(scope="module")
