@@ -74,7 +74,7 @@ SHAPES = {
         architectures=["Qwen3_5ForConditionalGeneration"], model_type="qwen3_5",
     ),
     "nemotron-h-8b": _shape(
-        4096, 21504, 52, 32, 8, 128, 131072, 8192, 1e4, kind="nemotron_h",
+        4096, 21504, 52, 32, 8, 128, 131072, 131072, 1e4, kind="nemotron_h",
         hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
         mlp_hidden_act="relu2", ssm_state_size=128, mamba_num_heads=128, mamba_head_dim=64,
         n_groups=8, conv_kernel=4, chunk_size=128, use_conv_bias=True,
@@ -85,8 +85,8 @@ SHAPES = {
         num_local_experts=32, num_experts_per_tok=4, swiglu_limit=7.0,
         rope_parameters={"rope_type": "default", "rope_theta": 1.5e5},
     ),
-    "gemma3-27b/30-layers": _shape(
-        5376, 21504, 30, 32, 16, 128, 262208, 131072, 1e6, kind="gemma3_text", rms_norm_eps=1e-6,
+    "gemma3-27b/18-layers": _shape(
+        5376, 21504, 18, 32, 16, 128, 262208, 131072, 1e6, kind="gemma3_text", rms_norm_eps=1e-6,
         hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=168, sliding_window=1024,
         sliding_window_pattern=6, rope_local_base_freq=10000.0, tie_word_embeddings=True,
     ),
