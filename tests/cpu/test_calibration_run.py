@@ -234,11 +234,17 @@ class Timer:
 
 
 def test_timers_take_turns_and_keep_their_order(monkeypatch):
+    """None but the first runs right behind a kernel like its own."""
     monkeypatch.setitem(timing._REPLAYS, "cpu", 3)
     turns = []
-    timers = [Timer("a", 2, (20.0, 900.0, 24.0), turns), Timer("b", 4, (40.0, 44.0, 4.0), turns)]
-    assert timing.medians_us(timers) == pytest.approx([12.0, 10.0])
-    assert turns == [*["warm a", "warm b"] * 2, *["a", "b"] * 3]
+    timers = [
+        Timer("a", 2, (20.0, 900.0, 24.0, 26.0, 1.0, 25.0), turns),
+        Timer("b", 4, (40.0, 44.0, 4.0), turns), Timer("c", 1, (7.0, 8.0, 9.0), turns),
+    ]  # fmt: skip
+    assert timing.medians_us(timers) == pytest.approx([12.5, 10.0, 8.0])
+    assert turns == [*["warm a", "warm b", "warm c"] * 2, *["a", "b", "a", "c"] * 3]
+    alone = Timer("d", 2, (20.0, 900.0, 24.0), turns)
+    assert timing.medians_us([alone]) == [12.0]
 
 
 @pytest.mark.parametrize("factor", [0.2, 5.0])

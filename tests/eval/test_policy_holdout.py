@@ -52,10 +52,11 @@ class TrueMeter:
 
     def __init__(self, failing=(), key=KEY, shares=(1.0,)):
         self.predictor = server_of(Family(key.family), calibration(key)).predictor
-        self.failing, self.calls, self.shares = failing, 0, shares
+        self.failing, self.calls, self.shares, self.plans = failing, 0, shares, set()
 
     def measure(self, batch, plans):
         self.calls += 1
+        self.plans.add(len(plans))
         if self.calls - 1 in self.failing:
             raise RuntimeError("planted")
         stock_us = self.predictor.stock(batch.paths.seq_lens, batch.unique_tokens)
@@ -255,10 +256,10 @@ def test_fallbacks_are_judged_beside_each_other(share, better, run, tmp_path, ca
     path, fa3 = tmp_path / "fa3.json", replace(KEY, fallback="fa3")
     save(calibration(fa3), path)
     options = ["--calibration", str(tmp_path / "calibration.json"), "--calibration", str(path)]
-    _, result = run(
-        "--seeds", "101,102", "--fallbacks", "flashinfer,fa3", *options,
-        meter=TrueMeter(shares=(1.0, share), failing=(3,)),
-    )  # fmt: skip
+    meter = TrueMeter(shares=(1.0, share), failing=(3,))
+    fallbacks = ["--fallbacks", "flashinfer,fa3"]
+    _, result = run("--seeds", "101,102", *fallbacks, *options, meter=meter)
+    assert meter.plans == {1}  # equal plans are timed once
     rows = result["rows"]
     assert [r["fallback"] for r in rows] == 40 * ["flashinfer", "fa3"]
     for one, other in zip(rows[::2], rows[1::2], strict=True):
