@@ -94,16 +94,16 @@ def _rates(
         for found in usable
         if found.key.family == key.family and _rates_alike(found.key.heads, key.heads)
     ]
+    fitted.sort(key=lambda found: _distance(found.key, key))
     here = [found for found in fitted if (found.key.gpu, found.num_sms) == (key.gpu, num_sms)]
     if here:
-        best = min(here, key=lambda found: _distance(found.key, key))
+        best = here[0]
         if best.key.kv_bytes != key.kv_bytes:
             return _for_kv_of(best.rates, best.key.kv_bytes, key), "scaled"
         return best.rates, best.source
     rates = _for_kv_of(dict(vars(rates_of(key.family, key.heads)())), _FITTED_BYTES, key)
-    for found in fitted:
-        if found.key.gpu == _H100:
-            rates = _for_kv_of(found.rates, found.key.kv_bytes, key)
+    if there := next((found for found in fitted if found.key.gpu == _H100), None):
+        rates = _for_kv_of(there.rates, there.key.kv_bytes, key)
     if key.gpu == _H100:
         return rates, "scaled"
     return rates | {"hbm": rates["hbm"] * bandwidth / usual_bandwidth(_H100)}, "conservative"

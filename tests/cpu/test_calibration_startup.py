@@ -13,7 +13,7 @@ from sgl_prefix_attn.engine import build, sglang_config
 from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.predict import startup, store
 from sgl_prefix_attn.predict.predictor import Predictor
-from sgl_prefix_attn.predict.record import RATES
+from sgl_prefix_attn.predict.record import RATES, CalibrationKey
 from sgl_prefix_attn.records import HeadConfig, PathTable
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.tools.calibrate.writing import save
@@ -101,7 +101,7 @@ def test_a_library_call_on_a_gpu_plans_with_its_calibration_too(monkeypatch, tmp
     [shipped] = [
         found
         for found in map(store.load, store.SHIPPED.glob("*.json"))
-        if (found.key.gpu, found.key.heads) == (gpu, heads)
+        if found.key == CalibrationKey(gpu, "hopper", heads, "bfloat16", 1)
     ]
     rates = startup.default_rates("hopper", device, heads, torch.bfloat16, 1)
     assert vars(rates) == shipped.rates

@@ -18,7 +18,7 @@ from sgl_prefix_attn.predict.predictor import Predictor
 from sgl_prefix_attn.predict.record import CalibrationKey, Origin
 from sgl_prefix_attn.predict.stock_time import stock_physical
 from sgl_prefix_attn.predict.store import Folders, file_name, find, load
-from sgl_prefix_attn.records import HeadConfig
+from sgl_prefix_attn.records import FLASHINFER, HeadConfig
 from sgl_prefix_attn.step.policy import GAINS
 from sgl_prefix_attn.tools.calibrate import procedure
 from sgl_prefix_attn.tools.calibrate.batches import draw
@@ -424,6 +424,13 @@ def test_heads_unlike_take_the_times_of_another_gpu(elsewhere, heads, source, fo
         (H100, (20, 20, 128), "judged", "H100-80GB-HBM3_32-32-128"),
         (H100, (64, 8, 64), "judged", "H100-80GB-HBM3_32-8-64"),
         (H100, (8, 1, 256), "shipped", "H100-80GB-HBM3_16-2-256"),
+        (H100, (8, 1, 128, "float8_e4m3fn"), "shipped", "H100-80GB-HBM3_32-8-128_float8_e4m3fn"),
+        (H100, (16, 8, 128, "float8_e4m3fn"), "shipped", "H100-80GB-HBM3_32-8-128_float8_e4m3fn"),
+        (H200, (8, 1, 128, "float8_e4m3fn"), "scaled", "H100-80GB-HBM3_32-8-128_float8_e4m3fn"),
+        (H100, (32, 16, 128, "bfloat16", "fa3"), "shipped", "32-8-128_bfloat16_page1_fa3"),
+        (H100, (32, 32, 128, "float8_e4m3fn", "fa3"), "scaled", "32-8-128_bfloat16_page1_fa3"),
+        (H100, (64, 8, 64, "bfloat16", "fa3"), "conservative", "32-8-128_bfloat16_page1_fa3"),
+        (H200, (32, 8, 128, "bfloat16", "fa3"), "conservative", "nothing of fa3 is measured"),
         (H200, (8, 1, 128), "judged", "H200_32-8-128"),
         (H200, (16, 8, 128), "scaled", "H100-80GB-HBM3_16-8-128"),
         (H200, (8, 1, 256), "scaled", "H200_16-2-256"),
@@ -433,7 +440,8 @@ def test_heads_unlike_take_the_times_of_another_gpu(elsewhere, heads, source, fo
     ],
 )
 def test_what_the_shipped_files_serve(gpu, heads, source, name):
-    key = CalibrationKey(gpu, "hopper", HeadConfig(*heads), "bfloat16", 1)
+    (*sizes, dtype, fallback) = (*heads, *("bfloat16", "flashinfer")[len(heads) - 3 :])
+    key = CalibrationKey(gpu, "hopper", HeadConfig(*sizes), dtype, 1, fallback=fallback)
     found = find(key, 132, VERSIONS, SHIPPED)
     assert found.calibration.source == source and source in GAINS
     assert f"{source}: " in found.message and name in found.message
@@ -471,7 +479,8 @@ def test_portable_kernels_take_an_h100_s_rates_with_the_gpu_s_own_bandwidth(
     ("gpu", "num_sms", "source"), [(H100, 132, "scaled"), ("NVIDIA L40S", 142, "conservative")]
 )
 def test_kv_of_a_byte_an_element_comes_out_of_memory_twice_as_fast(gpu, num_sms, source, family):
-    key = CalibrationKey(gpu, family, HeadConfig(32, 8, 128), "bfloat16", 1)
+    """Where none was measured."""
+    key = CalibrationKey(gpu, family, HeadConfig(16, 2, 256), "bfloat16", 1)
     of_two = find(key, num_sms, VERSIONS, SHIPPED).calibration
     narrow = replace(key, dtype="float8_e4m3fn")
     of_one = find(narrow, num_sms, VERSIONS, SHIPPED).calibration
@@ -480,6 +489,18 @@ def test_kv_of_a_byte_an_element_comes_out_of_memory_twice_as_fast(gpu, num_sms,
     assert of_one.rates == of_two.rates | memory
     assert of_one.stock == stock_time.stock_start(key.heads, kv_bytes=1), "it converts its KV"
     assert of_one.kv_costs.token == pytest.approx(of_two.kv_costs.token / 2)
+
+
+@pytest.mark.parametrize("heads", [(16, 1, 576, 512), (8, 1, 576, 512), (32, 1, 576, 512)])
+def test_latent_kv_has_a_file_of_its_own(heads):
+    key = CalibrationKey(H100, "hopper", HeadConfig(*heads), "bfloat16", 1, fallback="fa3")
+    found = find(key, 132, VERSIONS, SHIPPED)
+    assert found.calibration.source == "shipped" and "16-1-576-512" in found.message
+    assert type(found.calibration.kernel_rates) is LatentRates
+    assert found.calibration.kernel_rates == LatentRates()
+    elsewhere = find(replace(key, gpu=H200), 132, VERSIONS, SHIPPED).calibration
+    assert elsewhere.source == "conservative"
+    assert elsewhere.stock == found.calibration.stock
 
 
 # Microseconds of batches 3, 8, 14 and 19 of draw(9, 20, 450000), before files held rates of ours.
@@ -583,12 +604,14 @@ def test_a_shipped_file_is_the_fit_of_its_samples_in_the_repository(path):
     work that it sees needs a new one."""
     found = load(path)
     gpu = next(name for name in ("h100", "h200") if name.upper() in found.key.gpu)
-    heads = f"{found.key.heads.num_qo_heads}-{found.key.heads.num_kv_heads}"
-    heads += f"-{found.key.heads.head_dim}" * (found.key.heads.head_dim != 128)
-    given = procedure.read_measured(RESULTS / f"calibration_{gpu}_{heads}.samples.jsonl")
+    name = f"{gpu}_{found.key.heads.shape.removesuffix('-128')}"
+    name += f"_{found.key.dtype}" * (found.key.dtype != "bfloat16")
+    name += f"_{found.key.fallback}" * (found.key.fallback != FLASHINFER)
+    given = procedure.read_measured(RESULTS / f"calibration_{name}.samples.jsonl")
     task, began = given.header.task, given.header.date
     assert found.origin == Origin(task.seed, task.count, task.pool_tokens, began)
-    assert found.source == ("measured" if found.key.heads.head_dim == 256 else "judged")
+    judged = replace(found.key, gpu="", heads=KEY.heads) == replace(KEY, gpu="")
+    assert found.source == ("judged" if judged and found.key.heads.head_dim <= 128 else "measured")
     assert (found.key, found.num_sms, found.versions) == (task.key, task.num_sms, task.versions)
     assert (found.bandwidth, found.samples) == (given.header.bandwidth, len(given.batches))
     again = procedure.fit_stock(given, list(range(len(given.batches))))
