@@ -11,12 +11,13 @@ from eval.pages import decisions, engines, kernels, servers
 
 PAGES = (
     "README.md", "docs/measurements.md", "docs/calibration.md", "eval/results/README.md",
-    "eval/results/kernels.md", "eval/results/papers.md", "eval/results/servers.md",
+    "eval/results/engines.md", "eval/results/kernels.md", "eval/results/papers.md",
+    "eval/results/servers.md",
 )  # fmt: skip
 _TABLES: tuple[Callable[[], str], ...] = (
     servers.readme, servers.loads, servers.rates, servers.agents, engines.token_times,
-    engines.speculative, engines.first_tokens, engines.trace, engines.host_time, engines.outputs,
-    engines.logprobs, engines.real_text, kernels.over_the_floor, kernels.by_tree,
+    engines.kinds, engines.speculative, engines.first_tokens, engines.trace, engines.host_time,
+    engines.outputs, engines.logprobs, engines.real_text, kernels.over_the_floor, kernels.by_tree,
     kernels.long_contexts, kernels.other_heads, kernels.narrow_kv, kernels.latent,
     kernels.invariant, kernels.ablations, kernels.several_tokens, decisions.policy,
     decisions.against_fa3, decisions.row_tile_rates, decisions.experiments, decisions.index,

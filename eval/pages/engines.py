@@ -9,6 +9,12 @@ from eval.pages.results import load, place, rows, source, span
 SHAPES = ("models_qwen3-8b", "models_qwen2.5-7b", "models_glm4.5-air_tp8",
           "models_llama3.1-70b_tp8", "models_qwen3-30b-a3b_tp4")  # fmt: skip
 ENGINES = ("engine_h100_sglang_0.5.17", "engine_h200_sglang_0.5.17", "engine_h200_sglang_0.5.23")
+# Of other layers, KV and modes, by what the page calls them.
+KINDS = {
+    "engine_h100_e4m3": "KV of e4m3", "engine_h100_latent": "latent KV",
+    "engine_h100_qwen3.5": "linear layers", "engine_h100_qwen3-next": "linear layers",
+    "engine_h100_gpt-oss": "windows, sinks", "engine_h100_deterministic": "deterministic",
+}  # fmt: skip
 SPECULATIVE = ("speculative_h100", "speculative_border_h100", "speculative_unshared_h100",
                "speculative_h200")  # fmt: skip
 
@@ -28,6 +34,32 @@ def token_times() -> str:
     columns = ("model shape", "GPU", "requests", "shared + own", "FlashInfer, ms", "prefix, ms",
                "ratio")  # fmt: skip
     return f"{table(columns, lines)}\n\n{source(*ENGINES, *SHAPES)}"
+
+
+def kinds() -> str:
+    """TPOT of engines over other layers and KV, and deterministic ones, and each turn's ratio."""
+    lines = []
+    for name, kind in KINDS.items():
+        for own in rows(name):
+            if "prefix" not in own["backend"]:
+                continue
+            stock = ", ".join(
+                f"`{row['backend']}` {row['tpot_ms']:.2f}"
+                for row in rows(name)
+                if row["workload"] == own["workload"] and "prefix" not in row["backend"]
+            )
+            turns = [
+                one / other
+                for one, other in zip(
+                    own["each_tpot_ms"], own["baseline_each_tpot_ms"], strict=True
+                )
+            ]
+            lines.append((
+                load(name)["meta"]["model_shape"], kind, f"`{own['workload']}`", stock,
+                f"{own['tpot_ms']:.2f}", f"{own['ratio']:.3f} ({span(turns, '.3f')})",
+            ))  # fmt: skip
+    columns = ("model shape", "kind", "requests", "stock, ms", "prefix, ms", "ratio (of turns)")
+    return f"{table(columns, lines)}\n\n{source(*KINDS)}"
 
 
 def speculative() -> str:
