@@ -120,7 +120,9 @@ def _execution(
         runner.req_to_token_pool.size, runner.max_total_num_tokens, settings.headroom,
         runner.model_config.context_len,
     )  # fmt: skip
-    _check_workspace(backend.workspace_bytes(capacity), runner)
+    check_workspace(
+        backend.workspace_bytes(capacity), runner, f"{runner.req_to_token_pool.size} requests"
+    )
     planner = backend.planner(
         rates_of(family, heads)() if calibration is None else calibration.kernel_rates,
         strategy=settings.strategy,
@@ -143,14 +145,15 @@ def _check_headroom(headroom: int, max_batch: int, device: torch.device) -> None
         )
 
 
-def _check_workspace(wanted: int, runner) -> None:
-    """Raise ValueError where plans of the largest batch would fill the memory."""
+def check_workspace(wanted: int, runner, largest: str, lower: str = "") -> None:
+    """Raise ValueError where plans of the largest batch would fill the memory; lower: what else
+    makes them smaller."""
     free = _free_bytes(torch.device(runner.device))
     if wanted > free:
         raise ValueError(
-            f"plans of {runner.req_to_token_pool.size} requests take {wanted:,} bytes, where "
-            f"{free:,} are free: lower --max-running-requests or --mem-fraction-static, or, for "
-            "deterministic inference, --context-length"
+            f"plans of {largest} take {wanted:,} bytes, where {free:,} are free: lower {lower}"
+            "--max-running-requests or --mem-fraction-static, or, for deterministic inference, "
+            "--context-length"
         )
 
 

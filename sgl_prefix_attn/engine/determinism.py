@@ -2,7 +2,9 @@
 
 All decode steps run aligned plans then (plan/aligned.py), by kernels that sum each row by itself,
 whatever else may be faster; stock kernels run only a step that could not be planned, which is
-logged and counted. Prefill is the stock backend's, as SGLang's deterministic mode has it.
+logged and counted. Prefill is the stock backend's, as SGLang's deterministic mode has it, or all of
+it runs such plans, too: then a token has the same results in a prompt, behind a cached prefix, in a
+chunk and in a decode step.
 """
 
 from dataclasses import replace
@@ -35,8 +37,11 @@ def why_not(server_args, settings: Settings) -> str | None:
     options = sglang_config.options(server_args)
     prefill, _ = sglang_config.attention_backends(server_args)
     reasons = {
-        "prompts over plans are not deterministic; name it for decode alone": (
-            prefill == BACKEND_NAME
+        "prompts run plans with PREFIX_ATTN_PREFILL=1; without it, name it for decode alone": (
+            prefill == BACKEND_NAME and not settings.prefill
+        ),
+        "a full prefill graph holds attention, which then is stock": (
+            prefill == BACKEND_NAME and sglang_config.prefill_graph(server_args) == "full"
         ),
         "drafts are verified by other kernels than those of decode steps": (
             options.speculative_algorithm is not None
@@ -61,6 +66,26 @@ def raise_if_stock_alone(server_args, reason: str) -> None:
             f"serve this model or server ({reason}). Leave `{BACKEND_NAME}` out to run "
             f"{sglang_config.default_backend(server_args)}"
         )
+
+
+def raise_if_prompts_are_stock(server_args, reason: str | None) -> None:
+    """Raise ValueError where a deterministic server's prompts are to run plans and cannot, for such
+    a reason (None: they can)."""
+    if is_on(server_args) and reason is not None:
+        raise ValueError(
+            f"PREFIX_ATTN_PREFILL=1: no plan can serve this model's prompts ({reason}). Unset it "
+            f"and name `{BACKEND_NAME}` for decode alone"
+        )
+
+
+def most_prompt_tokens(runner) -> int:
+    """Return how many tokens a deterministic server's extend batches have at most, those of
+    requests that decode in them included."""
+    options = sglang_config.options(runner.server_args)
+    chunk = options.chunked_prefill_size or 0
+    if chunk <= 0:
+        chunk = max(options.max_prefill_tokens, runner.model_config.context_len)
+    return chunk + runner.req_to_token_pool.size * bool(options.enable_mixed_chunk)
 
 
 def choose_on_a_cpu(server_args) -> None:

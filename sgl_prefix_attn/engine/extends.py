@@ -8,12 +8,14 @@ has decode graphs of two variants (graph_variants.py).
 import logging
 from dataclasses import dataclass, replace
 
-from sgl_prefix_attn.engine import model_facts, sglang_config
+from sgl_prefix_attn.engine import determinism, model_facts, sglang_config
 from sgl_prefix_attn.engine.asked_tokens import asked
-from sgl_prefix_attn.engine.build import Execution
+from sgl_prefix_attn.engine.build import Execution, check_workspace
 from sgl_prefix_attn.engine.lane import Lane
 from sgl_prefix_attn.engine.ranks import agreement
+from sgl_prefix_attn.execute.backends.kernel_backend import KernelBackend
 from sgl_prefix_attn.execute.executor import PlanExecutor
+from sgl_prefix_attn.execute.params import Capacity
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.paths.tree_reader import RunningBatch
 from sgl_prefix_attn.predict.prefill_time import PrefillTime
@@ -68,8 +70,11 @@ def build_extends(
     kinds = PlannedKinds.of(runner.server_args, settings)
     if not kinds.any:
         return None
+    no_prompts = model_facts.unsupported_prompts(runner)
+    problem = model_facts.unsupported_extend(runner)
+    determinism.raise_if_prompts_are_stock(runner.server_args, no_prompts or problem)
     backend = decode.executor.backend
-    capacity = backend.server_capacity(_MOST_QUERIES, runner.max_total_num_tokens, 0)
+    capacity = _capacity(runner, backend)
     # rates that are the same on all ranks
     planner = backend.planner(decode.planner.rates, strategy=settings.strategy, capacity=capacity)
     planner.warm_up()
@@ -80,11 +85,10 @@ def build_extends(
         capacity.check,
         counters,
         predictor=decode.predictor and PrefillTime(heads, decode.predictor.source),
-        problem=model_facts.unsupported_extend(runner),
+        problem=problem,
         least_saving_us=model_facts.least_saving_us(runner),
         agree=agreement(),
     )
-    no_prompts = model_facts.unsupported_prompts(runner)
     planned = replace(kinds, prefill=kinds.prefill and no_prompts is None)
     if planned.any:
         logger.info(
@@ -96,6 +100,21 @@ def build_extends(
     if why_not is not None:
         logger.info("--attention-backend prefix: the draft model runs stock kernels (%s)", why_not)
     return Extends(runner, heads, kinds, preparer, execution, counters, no_prompts)
+
+
+def _capacity(runner, backend: KernelBackend) -> Capacity:
+    """Return enough for most batches; for all of a deterministic server. Raises ValueError where
+    these do not fit the memory."""
+    tokens = runner.max_total_num_tokens
+    if not determinism.is_on(runner.server_args):
+        return backend.server_capacity(_MOST_QUERIES, tokens, 0)
+    queries = determinism.most_prompt_tokens(runner)
+    capacity = backend.server_capacity(queries, tokens, 0, runner.model_config.context_len)
+    check_workspace(
+        backend.workspace_bytes(capacity), runner, f"{queries} prompt tokens",
+        "--chunked-prefill-size, ",
+    )  # fmt: skip
+    return capacity
 
 
 class Extends:

@@ -29,6 +29,13 @@ def attention_backends(server_args) -> tuple[str, str]:
     return attention_backends_of(options(server_args))
 
 
+def prefill_graph(server_args) -> str | None:
+    """Return the kind of CUDA graph that extend batches run in, None where SGLang tells none."""
+    config = getattr(options(server_args), "cuda_graph_config", None)
+    backend = config and config.prefill.backend
+    return backend and str(getattr(backend, "value", backend))
+
+
 def metric_labels(server_args) -> dict[str, object]:
     """Return the labels that SGLang's scheduler gives to its own metrics in this process; until
     0.5.20 without dp_rank, which only the scheduler itself knows there."""

@@ -407,7 +407,7 @@ async def _log_probabilities(engine, begun=None):
         found = chunk["meta_info"]["output_token_logprobs"]
         if begun and len(chunk["output_ids"]) >= 4:
             begun.set()
-    return [float(value).hex() for value, *_ in found]
+    return _bits(found)
 
 
 async def by_itself(engine):
@@ -427,6 +427,56 @@ async def beside_siblings(engine):
         after(begun, generate(engine, tokens(180, 33), 30)),
     )  # fmt: skip
     return one
+
+
+async def scored(engine):
+    """Bits of log-probabilities: of a prompt and of what follows it, of both as one prompt, and of
+    the end of that behind a cached prefix; how much of it was cached."""
+    prompt = 4 * SYSTEM + tokens(160, 20)
+    first = await _scored(engine, prompt, 24, start=0)
+    generated = [token for _, token, *_ in first["output_token_logprobs"]]
+    whole = await _scored(engine, prompt + generated, 4, start=0)
+    behind = await _scored(engine, prompt + generated, 4, start=len(prompt) - 7)
+    asked, scored_again, end = (x["input_token_logprobs"] for x in (first, whole, behind))
+    return {
+        "prompt": _bits(asked[1:]),
+        "prompt_again": _bits(scored_again[1 : len(prompt)]),
+        "generated": _bits(first["output_token_logprobs"]),
+        "generated_again": _bits(scored_again[len(prompt) :]),
+        "end": _bits(scored_again[len(prompt) - 6 :]),
+        "end_behind": _bits(end[1:]),
+        "follows": [_bits(x["output_token_logprobs"]) for x in (whole, behind)],
+        "cached": [x["cached_tokens"] for x in (first, whole, behind)],
+    }
+
+
+async def scored_beside_siblings(engine):
+    """The same while others that share its prompt, in part, come and go."""
+    siblings = (
+        generate(engine, (4 - i % 3) * SYSTEM + tokens(161 + i, 3 + 11 * i), 4 + 5 * i)
+        for i in range(9)
+    )
+    found, *_ = await asyncio.gather(scored(engine), *siblings)
+    return found
+
+
+async def _scored(engine, ids, new_tokens, start):
+    """What SGLang says of one greedy request: log-probabilities from position `start` on."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    request = GenerateReqInput(
+        input_ids=ids,
+        sampling_params={"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
+        return_logprob=True,
+        logprob_start_len=start,
+    )
+    async for answer in engine.tokenizer_manager.generate_request(request, None):
+        found = answer["meta_info"]
+    return found
+
+
+def _bits(logprobs) -> list[str]:
+    return [float(value).hex() for value, *_ in logprobs]
 
 
 def rollouts(engine):

@@ -12,8 +12,32 @@ BOTH = plain("by_itself", "beside_siblings")
 FAULT = "maxima_of_the_item"
 NAMES = ("by_itself", "beside_siblings", "rollouts")
 DETERMINISTIC = Config(
-    "deterministic", (*plain(*NAMES), *((name, FAULT) for name in NAMES)), ENGINE, ROWS
+    "deterministic", (*plain(*NAMES, "scored"), *((name, FAULT) for name in NAMES)), ENGINE, ROWS
 )
+
+PLANNED = {"prefill_attention_backend": "prefix"}
+SCORED = ("scored", "scored_beside_siblings")
+PROMPTS = {
+    chunk: Config(
+        f"deterministic_prompts_{chunk}", (*plain(*SCORED), ("scored", FAULT)),
+        ENGINE | PLANNED | {"chunked_prefill_size": chunk, "enable_mixed_chunk": chunk == 96},
+        ROWS | {"PREFIX_ATTN_PREFILL": "1"},
+    )
+    for chunk in (96, 4096)
+}  # fmt: skip
+
+
+def same_in_prompts(outputs) -> None:
+    """Check that tokens have the same bits in a prompt that is read whole or in chunks, with others
+    or behind a cached prefix, and where they were generated."""
+    alone, beside = (outputs[name, ""] for name in SCORED)
+    assert len(alone["prompt"]) > 400 and len(alone["generated"]) == 24
+    for found in (alone, beside):
+        for name in ("prompt", "generated"):
+            assert found[f"{name}_again"] == found[name] == alone[name], name
+        assert found["end_behind"] == found["end"] and len(found["end"]) == 30
+        assert found["follows"][0] == found["follows"][1]
+    assert alone["cached"][2] > 300
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +67,34 @@ def test_the_rollouts_of_the_example_are_the_same_in_other_company(deterministic
     assert max(len(step["requests"]) for step in steps) > 10
 
 
+@pytest.mark.parametrize("chunk", PROMPTS)
+def test_a_token_has_the_same_bits_in_a_prompt_and_generated(engines, chunk):
+    run = engines.run(PROMPTS[chunk])
+    same_in_prompts(run.outputs)
+    steps = [step for name in SCORED for step in run.steps[name, ""]]
+    assert {(step["variant"], step["reason"]) for step in steps} == {("prefix", "forced")}
+    prompts = [step["extend"] for step in steps if "extend" in step]
+    assert any(len(lens) >= 3 for lens in prompts)
+    assert max(map(sum, prompts)) <= 96 if chunk == 96 else max(map(sum, prompts)) > 400
+
+
+def test_prompts_have_the_same_bits_whatever_a_chunk_is(engines):
+    small, large = (engines.run(config).outputs["scored", ""] for config in PROMPTS.values())
+    assert small == large
+
+
+def test_stock_prompts_have_other_bits(deterministic):
+    """So that it takes plans to pass."""
+    found = deterministic.outputs["scored", ""]
+    assert found["generated_again"] != found["generated"]
+
+
+def test_a_fault_in_prompts_is_found(engines):
+    for config in PROMPTS.values():
+        found = engines.run(config).outputs["scored", FAULT]
+        assert found["generated_again"] != found["generated"]
+
+
 def test_a_planted_fault_is_found(deterministic):
     """Rows of an item that are rescaled together."""
     alone, beside = (deterministic.outputs[name, FAULT] for name, _ in BOTH)
@@ -57,7 +109,7 @@ def test_a_planted_fault_is_found(deterministic):
         ("naive", {}, {"PREFIX_ATTN_STRATEGY": "naive"}, "PREFIX_ATTN_STRATEGY=naive splits"),
         (
             "prefill", {"prefill_attention_backend": "prefix"}, {},
-            "prompts over plans are not deterministic",
+            "prompts run plans with PREFIX_ATTN_PREFILL=1",
         ),
     ],
 )  # fmt: skip

@@ -79,7 +79,7 @@ def served_model(monkeypatch):
 
 @pytest.mark.parametrize("backends", [("fa3", "prefix"), ("prefix", "fa3"), ("fa3", "fa3")])
 @pytest.mark.parametrize("asked", ["enable_deterministic_inference", "rl_on_policy_target"])
-def test_planned_prompts_are_not_deterministic(served_model, monkeypatch, backends, asked):
+def test_planned_prompts_have_to_be_asked_for(served_model, monkeypatch, backends, asked):
     """SGLang turns the first on where the second is given."""
     monkeypatch.setattr(sglang_config, "attention_backends", lambda _: backends)
     start_checks.check(None)
@@ -92,6 +92,50 @@ def test_planned_prompts_are_not_deterministic(served_model, monkeypatch, backen
         else contextlib.nullcontext()
     ):
         start_checks.check(None)
+    monkeypatch.setenv("PREFIX_ATTN_PREFILL", "1")
+    start_checks.check(None)
+
+
+@pytest.mark.parametrize(("kind", "refused"), [("full", True), ("breakable", False), (None, False)])
+def test_no_graph_holds_attention_of_deterministic_prompts(
+    served_model, monkeypatch, kind, refused
+):
+    monkeypatch.setattr(sglang_config, "attention_backends", lambda _: ("prefix", "prefix"))
+    monkeypatch.setenv("PREFIX_ATTN_PREFILL", "1")
+    served_model.enable_deterministic_inference = True
+    prefill = SimpleNamespace(backend=SimpleNamespace(value=kind) if kind else "disabled")
+    served_model.cuda_graph_config = SimpleNamespace(prefill=prefill)
+    with (
+        pytest.raises(ValueError, match="a full prefill graph holds attention")
+        if refused
+        else contextlib.nullcontext()
+    ):
+        start_checks.check(None)
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_deterministic_prompts_that_no_plan_serves_are_refused(served_model, on):
+    served_model.enable_deterministic_inference = on
+    determinism.raise_if_prompts_are_stock(None, None)
+    with (
+        pytest.raises(ValueError, match=r"prompts \(layers:windows\).* for decode alone")
+        if on
+        else contextlib.nullcontext()
+    ):
+        determinism.raise_if_prompts_are_stock(None, "layers:windows")
+
+
+@pytest.mark.parametrize(
+    ("chunk", "mixed", "most"), [(8192, False, 8192), (512, True, 560), (-1, False, 65536)]
+)
+def test_the_largest_deterministic_prompt(served_model, chunk, mixed, most):
+    served_model.chunked_prefill_size, served_model.enable_mixed_chunk = chunk, mixed
+    served_model.max_prefill_tokens = 16384
+    runner = SimpleNamespace(
+        server_args=None, model_config=SimpleNamespace(context_len=65536),
+        req_to_token_pool=SimpleNamespace(size=48),
+    )  # fmt: skip
+    assert determinism.most_prompt_tokens(runner) == most
 
 
 def test_what_stands_against_deterministic_inference_is_named(served_model):
