@@ -13,7 +13,7 @@ from sgl_prefix_attn.records import FLASHINFER
 from sgl_prefix_attn.settings import Settings
 
 # GPUs by name where SGLang's default has at least 1 % less regret than FlashInfer on batches that
-# no fit has seen: `python -m eval.policy_holdout` says so. No GPU has been judged yet.
+# no fit has seen: `python -m eval.policy_holdout` says so. An H100 has not (docs/kernel-log.md).
 DEFAULT_IS_BETTER: frozenset[str] = frozenset()
 
 

@@ -94,7 +94,7 @@ def _rates(
         for found in usable
         if found.key.family == key.family and _rates_alike(found.key.heads, key.heads)
     ]
-    fitted.sort(key=lambda found: _distance(found.key, key))
+    fitted.sort(key=lambda found: _rates_distance(found.key, key))
     here = [found for found in fitted if (found.key.gpu, found.num_sms) == (key.gpu, num_sms)]
     if here:
         best = here[0]
@@ -102,7 +102,9 @@ def _rates(
             return _for_kv_of(best.rates, best.key.kv_bytes, key), "scaled"
         return best.rates, best.source
     rates = _for_kv_of(dict(vars(rates_of(key.family, key.heads)())), _FITTED_BYTES, key)
-    if there := next((found for found in fitted if found.key.gpu == _H100), None):
+    # Of e4m3 they hold together, and not beside another memory.
+    usual = [found for found in fitted if found.key.kv_bytes == _FITTED_BYTES]
+    if there := next((found for found in usual if found.key.gpu == _H100), None):
         rates = _for_kv_of(there.rates, there.key.kv_bytes, key)
     if key.gpu == _H100:
         return rates, "scaled"
@@ -171,11 +173,14 @@ def _conservative(key: CalibrationKey, num_sms: int, like: Calibration | None) -
 
 
 def _distance(found: CalibrationKey, key: CalibrationKey) -> tuple:
-    """Say how unlike two keys are, what matters most first."""
+    """Say how unlike two keys are for the fallback, what matters most first."""
+    return not _alike(found, key), _rows(found) != _rows(key), *_rates_distance(found, key)
+
+
+def _rates_distance(found: CalibrationKey, key: CalibrationKey) -> tuple:
+    """Say how unlike they are for our kernels, whatever runs beside these."""
     a, b = found.heads, key.heads
     return (
-        not _alike(found, key),
-        _rows(found) != _rows(key),
         found.kv_bytes != key.kv_bytes,
         found.gpu != key.gpu,
         abs(math.log(a.head_dim / b.head_dim)),

@@ -491,6 +491,19 @@ def test_kv_of_a_byte_an_element_comes_out_of_memory_twice_as_fast(gpu, num_sms,
     assert of_one.kv_costs.token == pytest.approx(of_two.kv_costs.token / 2)
 
 
+def test_rates_over_e4m3_hold_on_their_gpu_whatever_runs_beside():
+    key = CalibrationKey(H100, "hopper", HeadConfig(32, 8, 128), "float8_e4m3fn", 1)
+    own = find(key, 132, VERSIONS, SHIPPED).calibration.rates
+    assert find(replace(key, fallback="fa3"), 132, VERSIONS, SHIPPED).calibration.rates == own
+    usual = replace(key, dtype="bfloat16")
+    for gpu, sms in (("NVIDIA H20", 78), ("NVIDIA H100 PCIe", 114)):
+        there, of_two = (
+            find(replace(one, gpu=gpu), sms, VERSIONS, SHIPPED).calibration.rates
+            for one in (key, usual)
+        )
+        assert there["hbm"] == pytest.approx(2 * of_two["hbm"]) and there["item"] == of_two["item"]
+
+
 @pytest.mark.parametrize("heads", [(16, 1, 576, 512), (8, 1, 576, 512), (32, 1, 576, 512)])
 def test_latent_kv_has_a_file_of_its_own(heads):
     key = CalibrationKey(H100, "hopper", HeadConfig(*heads), "bfloat16", 1, fallback="fa3")
