@@ -145,10 +145,10 @@ def _check_headroom(headroom: int, max_batch: int, device: torch.device) -> None
         )
 
 
-def check_workspace(wanted: int, runner, largest: str, lower: str = "") -> None:
-    """Raise ValueError where plans of the largest batch would fill the memory; lower: what else
-    makes them smaller."""
-    free = _free_bytes(torch.device(runner.device))
+def check_workspace(wanted: int, runner, largest: str, lower: str = "", share: float = 1.0) -> None:
+    """Raise ValueError where plans of the largest batch would fill more than a share of the memory;
+    lower: what else makes them smaller."""
+    free = int(share * _free_bytes(torch.device(runner.device)))
     if wanted > free:
         raise ValueError(
             f"plans of {largest} take {wanted:,} bytes, where {free:,} are free: lower {lower}"

@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 # New tokens of a batch that the workspace is made for: larger ones are chunks of long prompts,
 # which fill tiles by themselves.
 _MOST_QUERIES = 1 << 14
+# Of the memory that SGLang has left for activations and graphs, what a deterministic server's
+# prompts may take.
+_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,9 @@ def build_extends(
         return None
     no_prompts = model_facts.unsupported_prompts(runner)
     problem = model_facts.unsupported_extend(runner)
-    determinism.raise_if_prompts_are_stock(runner.server_args, no_prompts or problem)
+    determinism.raise_if_prompts_are_stock(
+        runner.server_args, no_prompts or problem or model_facts.keeps_states(runner)
+    )
     backend = decode.executor.backend
     capacity = _capacity(runner, backend)
     # rates that are the same on all ranks
@@ -88,6 +93,7 @@ def build_extends(
         problem=problem,
         least_saving_us=model_facts.least_saving_us(runner),
         agree=agreement(),
+        deterministic=determinism.is_on(runner.server_args),
     )
     planned = replace(kinds, prefill=kinds.prefill and no_prompts is None)
     if planned.any:
@@ -109,10 +115,12 @@ def _capacity(runner, backend: KernelBackend) -> Capacity:
     if not determinism.is_on(runner.server_args):
         return backend.server_capacity(_MOST_QUERIES, tokens, 0)
     queries = determinism.most_prompt_tokens(runner)
-    capacity = backend.server_capacity(queries, tokens, 0, runner.model_config.context_len)
+    capacity = backend.server_capacity(
+        queries, tokens, 0, runner.model_config.context_len, runner.req_to_token_pool.size
+    )
     check_workspace(
         backend.workspace_bytes(capacity), runner, f"{queries} prompt tokens",
-        "--chunked-prefill-size, ",
+        "--chunked-prefill-size, ", _SHARE,
     )  # fmt: skip
     return capacity
 

@@ -108,6 +108,13 @@ def unsupported_prompts(runner) -> str | None:
     return "layers:expanded_prompts" if latent else None
 
 
+def keeps_states(runner) -> str | None:
+    """Say that a model has layers of linear attention or convolutions, None where it has none: they
+    read a prompt by other kernels than they decode with."""
+    linear = type(runner.token_to_kv_pool).__name__ == "HybridLinearKVPool"
+    return "layers:linear_attention" if linear else None
+
+
 def _untried_with_drafts(runner) -> str | None:
     """Name what a model has besides layers of full attention that run plans, where drafts are
     decoded: there those run none either. None where all may."""
@@ -170,7 +177,11 @@ def unsupported_server(server_args) -> str | None:
     attention_ranks = max(ranks.attn_dp_size, getattr(given, "attn_dp_size", None) or 1)
     pipeline_ranks = max(ranks.pp_size, getattr(given, "pp_size", None) or 1)
     reasons = {
-        "parallel:context": ranks.dcp_enabled,
+        "parallel:context": (
+            ranks.dcp_enabled
+            or (getattr(given, "attn_cp_size", None) or 1) > 1
+            or getattr(given, "enable_prefill_cp", False)
+        ),
         # --enable-dp-attention; from 0.5.22 on --attn-dp-size is enough.
         "parallel:dp_attention": attention_ranks > 1 or given.enable_dp_attention,
         # One request's KV pages lie on several ranks (from 0.5.21 on).

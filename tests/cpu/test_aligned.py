@@ -179,6 +179,24 @@ def test_a_server_has_room_for_nested_prompts():
     assert capacity.covers(made.plan(paths))
 
 
+@examples(40)
+@given(data=st.data(), heads=st.sampled_from(HEADS))
+def test_a_server_has_room_for_each_batch_of_prompts(data, heads):
+    """Of as many new tokens as it was made for, however they fall on requests, behind prefixes as
+    long as they can be."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    queries, requests, longest = 96, int(rng.integers(1, 9)), 700
+    lens = rng.multinomial(queries - requests, np.ones(requests) / requests) + 1
+    shared = int(rng.integers(0, longest - queries))
+    own = rng.integers(0, longest - queries - shared + 1, requests)
+    paths = path_table([(-1, shared)], [0] * requests, (own + lens).tolist())
+    forest = build_forest(paths, lens.astype(np.int32))
+    backend = TorchBackend(heads, torch.float32, torch.device("cpu"), None, PART)
+    capacity = backend.server_capacity(queries, forest.unique_tokens, 0, longest, requests)
+    made = backend.planner(PortableRates(), capacity=capacity)
+    assert capacity.covers(made.plan_forest(forest))
+
+
 def test_no_requests():
     none = np.empty(0, np.int32)
     plan = planner(HEADS[0], 64).plan(PathTable(none, none, none.astype(np.int64), none, none))

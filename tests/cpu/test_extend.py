@@ -1,5 +1,6 @@
 """Extend batches: which of them run a plan, and what stock prefill is predicted to take."""
 
+import logging
 from dataclasses import replace
 
 import numpy as np
@@ -48,6 +49,19 @@ def prepare(steps, world, lens=(2, 3, 1, 9), cache=None):
     batch = world.batch(0, cache)
     batch = batch._replace(seq_lens=batch.seq_lens + np.array(lens))
     return steps.prepare(batch, np.array(lens, np.int32))
+
+
+def test_deterministic_prompts_that_run_stock_are_an_error(caplog):
+    """Said once for each reason; the usual mode says nothing."""
+    for deterministic, said in ((True, 1), (False, 0)):
+        steps = preparer(Settings(policy="prefix"), deterministic=deterministic)
+        caplog.clear()
+        for _ in range(2):
+            found = steps.prepare(World().batch(0), np.ones(0, np.int32), "prefill_graph")
+            assert found.decision == Decision("stock", "prefill_graph")
+        errors = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+        assert len(errors) == said
+        assert all("is prefill_graph, and are not deterministic" in error for error in errors)
 
 
 def test_what_is_shared_is_read_once_by_a_plan_of_its_own_for_each_batch():

@@ -13,6 +13,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sgl_prefix_attn.engine import sglang_config
 from sgl_prefix_attn.engine.model_facts import (
+    keeps_states,
     least_saving_us,
     planned_layers,
     sinks_dtype,
@@ -30,6 +31,8 @@ from tests.sglang.fake_server import HKV, HQ, PLAIN_SERVER, D, Server
     [
         ({}, None),
         ({"dcp_enabled": True}, "parallel:context"),
+        ({"enable_prefill_cp": True}, "parallel:context"),
+        ({"attn_cp_size": 2}, "parallel:context"),
         ({"enable_dp_attention": True}, "parallel:dp_attention"),
         ({"attn_dp_size": 2}, "parallel:dp_attention"),
         ({"enable_kv_cache_sharding": True}, "parallel:kv_cache_sharding"),
@@ -43,6 +46,12 @@ from tests.sglang.fake_server import HKV, HQ, PLAIN_SERVER, D, Server
 def test_options_that_rule_prefix_kernels_out(option, reason, monkeypatch):
     vars(Server(monkeypatch).parallel).update(option)
     assert unsupported_server(SimpleNamespace(**PLAIN_SERVER | option)) == reason
+
+
+def test_linear_layers_are_told_by_their_pool():
+    pool = type("HybridLinearKVPool", (), {})()
+    assert keeps_states(SimpleNamespace(token_to_kv_pool=pool)) == "layers:linear_attention"
+    assert keeps_states(SimpleNamespace(token_to_kv_pool=object())) is None
 
 
 def test_speculation_is_a_reason_where_there_is_no_other(monkeypatch):

@@ -77,7 +77,9 @@ def served_model(monkeypatch):
     return options
 
 
-@pytest.mark.parametrize("backends", [("fa3", "prefix"), ("prefix", "fa3"), ("fa3", "fa3")])
+@pytest.mark.parametrize(
+    "backends", [("fa3", "prefix"), ("prefix", "fa3"), ("prefix", "prefix"), ("fa3", "fa3")]
+)
 @pytest.mark.parametrize("asked", ["enable_deterministic_inference", "rl_on_policy_target"])
 def test_planned_prompts_have_to_be_asked_for(served_model, monkeypatch, backends, asked):
     """SGLang turns the first on where the second is given."""
@@ -86,14 +88,13 @@ def test_planned_prompts_have_to_be_asked_for(served_model, monkeypatch, backend
     served_model.enable_deterministic_inference = True
     if asked == "rl_on_policy_target":
         served_model.rl_on_policy_target = "fsdp"
-    with (
-        pytest.raises(ValueError, match=f"--{asked.replace('_', '-')}.*to run fa3")
-        if backends[0] == "prefix"
-        else contextlib.nullcontext()
-    ):
+    refused = pytest.raises(ValueError, match=f"--{asked.replace('_', '-')}.*to run fa3")
+    with refused if backends[0] == "prefix" else contextlib.nullcontext():
         start_checks.check(None)
     monkeypatch.setenv("PREFIX_ATTN_PREFILL", "1")
-    start_checks.check(None)
+    refused = pytest.raises(ValueError, match="only where decode steps do")
+    with refused if backends == ("prefix", "fa3") else contextlib.nullcontext():
+        start_checks.check(None)
 
 
 @pytest.mark.parametrize(("kind", "refused"), [("full", True), ("breakable", False), (None, False)])

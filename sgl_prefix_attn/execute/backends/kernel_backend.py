@@ -118,10 +118,11 @@ class KernelBackend:
         )
 
     def server_capacity(
-        self, max_batch: int, max_tokens: int, headroom: int, longest: int | None = None
-    ) -> Capacity:
-        """Return enough for max_batch requests over max_tokens KV slots, each of up to `longest`
-        tokens.
+        self, max_batch: int, max_tokens: int, headroom: int, longest: int | None = None,
+        max_requests: int | None = None,
+    ) -> Capacity:  # fmt: skip
+        """Return enough for max_batch queries over max_tokens KV slots, of max_requests (None: as
+        many) requests of up to `longest` tokens.
 
         In the widest tiles every slot, as often as there are tiles that may read it, up to _READS
         times or _LEAST_READS in all: the planner takes wider tiles before a step goes to stock
@@ -130,7 +131,9 @@ class KernelBackend:
         results per request on average.
         """
         if self.part_tokens:
-            return self._aligned_capacity(max_batch, max_tokens, headroom, longest or max_tokens)
+            return self._aligned_capacity(
+                max_batch, max_tokens, headroom, longest or max_tokens, max_requests or max_batch
+            )
         # the planner's split tiles have at most about as many parts as there are SMs for a head
         parts = 2 * (self.num_sms // self.heads.num_kv_heads + 1)
         items = max_batch + parts
@@ -157,7 +160,7 @@ class KernelBackend:
         )
 
     def _aligned_capacity(
-        self, max_batch: int, max_tokens: int, headroom: int, longest: int
+        self, max_batch: int, max_tokens: int, headroom: int, longest: int, max_requests: int
     ) -> Capacity:
         """Return enough for any batch in the widest tiles: no step may go to stock kernels, and
         how many parts a tile has follows from its longest request."""
@@ -165,7 +168,8 @@ class KernelBackend:
         tiles, longest = triton.cdiv(max_batch, wide), min(longest, max_tokens)
         parts = tiles * triton.cdiv(longest + headroom, self.part_tokens)
         items = max_batch + parts
-        reads = tiles * min(max_tokens, wide * longest)
+        # a request's queries stand together, so that all but two of its tiles are its own
+        reads = min(tiles * min(max_tokens, wide * longest), (tiles + max_requests) * longest)
         # every request has a block that is not full, and one more for each that it grows into
         own = max_batch * (2 + triton.cdiv(headroom, W.BLOCK))
         blocks = triton.cdiv(reads, W.BLOCK) + own + (1 + W.PRE) * items + W.PRE
