@@ -50,7 +50,9 @@ class Workload:
     def _own_tokens(self) -> list[int]:
         if self.most is None:
             return self.each * [self.private]
-        step = (self.most - self.private) / max(1, self.each - 1)
+        if self.each == 1:
+            return [self.most]
+        step = (self.most - self.private) / (self.each - 1)
         return [round(self.private + i * step) for i in range(self.each)]
 
 
@@ -76,6 +78,8 @@ def parse_workloads(text: str) -> list[Workload]:
             workloads.append(NAMED[part])
         elif match:
             groups, each, shared, private = map(int, match.groups("1")[:4])
+            if shared == private == 0 and each > 1:
+                raise ValueError(f"workload {part!r}: its first prompt is empty")
             workloads.append(
                 Workload(part, each, shared, private, groups, int(match[5]) if match[5] else None)
             )

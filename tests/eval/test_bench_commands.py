@@ -162,7 +162,9 @@ def test_workloads():
     assert groups.prefixes(prompts) == [prompts[0], prompts[3]] and prompts[0] != prompts[3]
     assert (groups.batch, groups.kv_tokens(10)) == (6, 2 * (16 + 12 + 30))
     assert parse_workloads("2x0+4")[0].prefixes([[1], [2]]) == []
-    for text in ("nope", "0x1+1", "2x5+0", "0*2x5+1", "2x5+0..0"):
+    (lone,) = parse_workloads("1x0+0..8")
+    assert [len(ids) for ids in lone.prompts(1024)] == [8]
+    for text in ("nope", "0x1+1", "2x5+0", "0*2x5+1", "2x5+0..0", "4x0+0..8"):
         with pytest.raises(ValueError, match="workload"):
             parse_workloads(text)
 
