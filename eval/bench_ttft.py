@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from eval import provenance
-from eval.cli_values import benchmark, less_more, several
+from eval.cli_values import add_engine_arguments, benchmark, less_more, several
 from eval.dummy_engine import engine_arguments, in_turn, keep, side_by_side
 from eval.engine_process import EngineProcess, end_on_sigterm
 from eval.model_shapes import SHAPES, write_config
@@ -52,6 +52,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--cached", type=less_more, default="4096,6144", help="LEAST,MOST")
     parser.add_argument("--new", type=less_more, default="4,16", help="LEAST,MOST")
     parser.add_argument("--batches", type=count, default=25)
+    add_engine_arguments(parser)
     args = parser.parse_args(argv)
     end_on_sigterm()
     meta = provenance.collect("eval.bench_ttft", argv, model_shape=args.model_shape)
@@ -69,12 +70,16 @@ def _text(row: dict) -> str:
 def _run(folder: Path, args) -> Iterator[dict]:
     rounds = args.batches + _WARM_UP
     prefixes = -(-args.requests // min(args.groups))
-    arguments = engine_arguments(
-        write_config(folder / "model", args.model_shape),
-        device=args.device,
-        page_size=1,
-        pool_tokens=prefixes * (args.cached[1] + 1) + rounds * args.requests * (args.new[1] + 2),
-        decode_batches=[args.requests],
+    arguments = (
+        engine_arguments(
+            write_config(folder / "model", args.model_shape),
+            device=args.device,
+            page_size=1,
+            pool_tokens=prefixes * (args.cached[1] + 1)
+            + rounds * args.requests * (args.new[1] + 2),
+            decode_batches=[args.requests],
+        )
+        | args.engine_arguments
     )
     with side_by_side(args.backends, folder, arguments) as engines:
         for group in args.groups:

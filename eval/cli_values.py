@@ -49,6 +49,14 @@ def benchmark(
     return parser
 
 
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --engine-arguments."""
+    parser.add_argument(
+        "--engine-arguments", type=json_object, default={}, metavar="JSON",
+        help='others of sglang.Engine, such as {"kv_cache_dtype": "fp8_e4m3"}',
+    )  # fmt: skip
+
+
 def several(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
     """Make a parser of lists of them, separated by commas."""
     return lambda text: [kind(part) for part in text.split(",")]

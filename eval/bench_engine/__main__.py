@@ -16,7 +16,7 @@ from eval import provenance
 from eval.bench_engine import host_times
 from eval.bench_engine.decode_times import alternate, pool_tokens, times_of
 from eval.bench_engine.workloads import NAMED, parse_workloads
-from eval.cli_values import benchmark, json_object
+from eval.cli_values import add_engine_arguments, benchmark
 from eval.dummy_engine import engine_arguments, keep, side_by_side
 from eval.engine_process import end_on_sigterm, uses_prefix
 from eval.model_shapes import SHAPES, write_config
@@ -88,10 +88,7 @@ def _parse(argv: list[str]):
         "--workloads", default=",".join(NAMED), help="or 64x8192+256, or 16*16x1024+0..512: groups"
     )  # fmt: skip
     parser.add_argument("--page-size", type=count, default=1)
-    parser.add_argument(
-        "--engine-arguments", type=json_object, default={}, metavar="JSON",
-        help='others of sglang.Engine, such as {"kv_cache_dtype": "fp8_e4m3"}',
-    )  # fmt: skip
+    add_engine_arguments(parser)
     args = parser.parse_args(argv)
     try:
         return args, parse_workloads(args.workloads)
