@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from eval.engine_worker import MARK
 from eval.provenance import ROOT
 
 _LOG_TAIL_LINES = 30
+_ERROR = re.compile(r"\b\w*(Error|Exception)\b: ")
 _EVAL_PLUGIN = "eval_plugin"
 # The product's entry points in pyproject.toml.
 _PRODUCT, _PRODUCT_PLATFORM = "prefix_attn", "prefix_attn_cpu"
@@ -110,8 +112,12 @@ class EngineProcess:
 
 
 def log_tail(log: Path) -> str:
-    """Return the last lines of a log."""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:])
+    """Return the last lines of a log, behind the first that names an error: what follows on a crash
+    can be longer than they are."""
+    lines = log.read_text(errors="replace").splitlines()
+    tail = lines[-_LOG_TAIL_LINES:]
+    first = next((line for line in lines[:-_LOG_TAIL_LINES] if _ERROR.search(line)), None)
+    return "\n".join(tail if first is None else [first, "...", *tail])
 
 
 def end_group(process: subprocess.Popen) -> None:

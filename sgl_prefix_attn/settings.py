@@ -61,7 +61,8 @@ class Settings:
         _FLAG,
         "With 1, and `prefix` as the prefill backend, too: extend batches, those that verify "
         "drafts and a draft model's decode steps may run plans; the latter two with "
-        "`--speculative-attention-mode decode` alone, too.",
+        "`--speculative-attention-mode decode` alone, too. In deterministic inference all extend "
+        "batches run them.",
     )
     headroom: int = _variable(
         64,

@@ -107,3 +107,14 @@ def test_a_port_that_is_taken_is_passed_over(monkeypatch):
         ports = iter([taken.getsockname()[1], 0])
         monkeypatch.setattr(server_process.random, "randrange", lambda low, high: next(ports))
         assert server_process.free_port() == 0
+
+
+def test_the_end_of_a_log_comes_with_the_first_error(tmp_path):
+    """Behind which stacks of threads can be longer."""
+    log = tmp_path / "log"
+    log.write_text("a warning\ntorch.AcceleratorError: CUDA error: x\n" + "frame\n" * 50 + "end\n")
+    told = log_tail(log).splitlines()
+    assert told[:2] == ["torch.AcceleratorError: CUDA error: x", "..."]
+    assert len(told) == 32 and told[-1] == "end"
+    log.write_text("KeyError: 'y'\nend\n")
+    assert log_tail(log) == "KeyError: 'y'\nend"
