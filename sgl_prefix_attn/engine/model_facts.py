@@ -17,7 +17,8 @@ from sgl_prefix_attn.step.policy import PLAN_US
 
 # Whose draft models run decode steps of their own, as speculative() names them.
 DRAFT_IN_STEPS = ("speculative:EAGLE", "speculative:EAGLE3", "speculative:STANDALONE")
-_COMPOSED_POOLS = ("HybridLinearKVPool", "SWAKVPool")
+_LINEAR_POOL = "HybridLinearKVPool"
+_COMPOSED_POOLS = (_LINEAR_POOL, "SWAKVPool")
 
 
 def planned_layers(runner) -> list[RadixAttention]:
@@ -114,7 +115,7 @@ def unsupported_prompts(runner) -> str | None:
 def keeps_states(runner) -> str | None:
     """Say that a model has layers of linear attention or convolutions, None where it has none: they
     read a prompt by other kernels than they decode with."""
-    linear = type(runner.token_to_kv_pool).__name__ == "HybridLinearKVPool"
+    linear = type(runner.token_to_kv_pool).__name__ == _LINEAR_POOL
     return "layers:linear_attention" if linear else None
 
 

@@ -32,8 +32,7 @@ def attention_backends(server_args) -> tuple[str, str]:
 def prefill_graph(server_args) -> str | None:
     """Return the kind of CUDA graph that extend batches run in, None where SGLang tells none."""
     config = getattr(options(server_args), "cuda_graph_config", None)
-    backend = config and config.prefill.backend
-    return backend and str(getattr(backend, "value", backend))
+    return config and config.prefill.backend
 
 
 def metric_labels(server_args) -> dict[str, object]:

@@ -31,6 +31,7 @@ class BatchPreparer:
     problem     why no batch can run a plan, or None
     agree       whether all tensor-parallel ranks pass True; every rank calls it at the same batches
     least_saving_us  per layer, from which a plan is worth making
+    deterministic  whether results must not depend on the batch, which stock kernels do not promise
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class BatchPreparer:
         problem: str | None = None,
         agree: Callable[[bool], bool] = lambda ok: ok,
         least_saving_us: float = 0.0,
+        deterministic: bool = False,
     ):
         self.settings = settings
         self.counters = counters
@@ -56,6 +58,7 @@ class BatchPreparer:
         self._problem = problem
         self._agree = agree
         self._least_saving_us = least_saving_us
+        self._deterministic = deterministic
         # A decision for stock kernels, and for how many more batches it stands without a look.
         self._standing: tuple[Decision | None, int] = None, 0
         self._prefix_batches = 0
@@ -101,6 +104,15 @@ class BatchPreparer:
         if done.decision.variant == PREFIX:
             self._check_size(done.plan)
         return done
+
+    def _say_stock(self, reason: str, key: str) -> None:
+        """Log why batches run stock kernels, once for each key: where they must be deterministic,
+        as an error."""
+        level, means = logging.INFO, ""
+        if self._deterministic:
+            level, means = logging.ERROR, ", and are not deterministic"
+        said = "%s run stock attention where the reason is %s%s"
+        self.counters.log_once(key, level, said, self._kind, reason, means)
 
     def _is_checked(self) -> bool:
         """Count a batch that runs prefix kernels; tell whether stock ones are to run beside them,

@@ -4,7 +4,6 @@ A plan serves one batch, all layers of it; nothing is carried on to the next one
 of computing requests together that share a cached prefix, with tiles of requests as its groups.
 """
 
-import logging
 from collections.abc import Callable
 
 import numpy as np
@@ -28,7 +27,6 @@ class ExtendPreparer(BatchPreparer):
     attention is local to a rank.
 
     predictor  of stock prefill, None: plans run wherever anything is shared
-    deterministic  whether results must not depend on the batch, which stock kernels do not promise
     shared     what every BatchPreparer takes
     """
 
@@ -40,11 +38,9 @@ class ExtendPreparer(BatchPreparer):
         counters: StepCounters,
         *,
         predictor: TimePredictor | None = None,
-        deterministic: bool = False,
         **shared,
     ):
         super().__init__(settings, planner, check_size, counters, kind="extend batches", **shared)
-        self._deterministic = deterministic
         self._predictor = predictor if settings.policy != PREFIX else None
 
     def prepare(
@@ -79,13 +75,7 @@ class ExtendPreparer(BatchPreparer):
                 self._keep(decision)
         self.counters.extend(decision)
         if self._deterministic and decision.variant != PREFIX:
-            self.counters.log_once(
-                f"{self._kind}: {decision.reason}, not deterministic",
-                logging.ERROR,
-                "%s run stock attention where the reason is %s, and are not deterministic",
-                self._kind,
-                decision.reason,
-            )
+            self._say_stock(decision.reason, f"{self._kind} run stock: {decision.reason}")
         check = plan is not None and self._is_checked()
         return Step(decision, plan, cross_check=check)
 

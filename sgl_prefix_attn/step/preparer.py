@@ -5,7 +5,6 @@
 Imports nothing of SGLang and touches no device: the backend executes the Step.
 """
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -51,7 +50,6 @@ class StepPreparer(BatchPreparer):
     predictor     times of both kernels, or None: then prefix kernels run wherever they can
     graph_problem why a batch of so many requests has no prefix graph, or None
     padded_size   rows of the graph that a batch of so many requests replays
-    deterministic whether results must not depend on the batch, which stock kernels do not promise
     shared        what every BatchPreparer takes
     """
 
@@ -65,7 +63,6 @@ class StepPreparer(BatchPreparer):
         predictor: TimePredictor | None = None,
         graph_problem: Callable[[int], str | None] = lambda batch_size: None,
         padded_size: Callable[[int], int] = lambda batch_size: batch_size,
-        deterministic: bool = False,
         kind: str = "decode steps",
         **shared,
     ):
@@ -78,9 +75,6 @@ class StepPreparer(BatchPreparer):
         self._predictor = predictor
         self._graph_problem = graph_problem
         self._padded_size = padded_size
-        self._stock_level, self._stock_means = (
-            (logging.ERROR, ", and are not deterministic") if deterministic else (logging.INFO, "")
-        )
         self._known: dict[tuple, tuple[BatchFacts, Decision]] = {}
         self._running: str | None = None  # variant of the last step ...
         self._steps = 0  # ... and for how many steps without a break
@@ -101,14 +95,7 @@ class StepPreparer(BatchPreparer):
         self._running = decision.variant
         self._count.step(decision, batch.seq_lens, is_compared)
         if decision.variant != PREFIX:
-            self.counters.log_once(
-                decision.reason,
-                self._stock_level,
-                "%s run stock attention where the reason is %s%s",
-                self._kind,
-                decision.reason,
-                self._stock_means,
-            )
+            self._say_stock(decision.reason, decision.reason)
             return Step(decision)
         check = self._is_checked()
         if check:

@@ -104,7 +104,7 @@ def test_no_graph_holds_attention_of_deterministic_prompts(
     monkeypatch.setattr(sglang_config, "attention_backends", lambda _: ("prefix", "prefix"))
     monkeypatch.setenv("PREFIX_ATTN_PREFILL", "1")
     served_model.enable_deterministic_inference = True
-    prefill = SimpleNamespace(backend=SimpleNamespace(value=kind) if kind else "disabled")
+    prefill = SimpleNamespace(backend=kind or "disabled")
     served_model.cuda_graph_config = SimpleNamespace(prefill=prefill)
     with (
         pytest.raises(ValueError, match="a full prefill graph holds attention")
