@@ -70,17 +70,11 @@ def _text(row: dict) -> str:
 def _run(folder: Path, args) -> Iterator[dict]:
     rounds = args.batches + _WARM_UP
     prefixes = -(-args.requests // min(args.groups))
-    arguments = (
-        engine_arguments(
-            write_config(folder / "model", args.model_shape),
-            device=args.device,
-            page_size=1,
-            pool_tokens=prefixes * (args.cached[1] + 1)
-            + rounds * args.requests * (args.new[1] + 2),
-            decode_batches=[args.requests],
-        )
-        | args.engine_arguments
-    )
+    tokens = prefixes * (args.cached[1] + 1) + rounds * args.requests * (args.new[1] + 2)
+    arguments = engine_arguments(
+        write_config(folder / "model", args.model_shape), device=args.device, page_size=1,
+        pool_tokens=tokens, decode_batches=[args.requests],
+    ) | args.engine_arguments  # fmt: skip
     with side_by_side(args.backends, folder, arguments) as engines:
         for group in args.groups:
             yield from _times(engines, group, rounds, args)

@@ -116,7 +116,7 @@ def one_rank(shape: dict, ranks: int) -> dict:
     part = dict(shape)
     for name in _SHARED_OUT:
         if name == "num_key_value_heads" and ranks % shape[name] == 0:
-            part[name] = max(1, shape[name] // ranks)
+            part[name] = 1
         elif name in shape:
             part[name], rest = divmod(shape[name], ranks)
             if rest:
