@@ -19,7 +19,7 @@ import sys
 import torch
 
 from eval.sanitize.cases import CASES, HEADS, SLOT, run_case
-from eval.sanitize.races import EARLY_READ, Races, watch_barriers
+from eval.sanitize.races import EARLY_READ, Races, plant_early_read
 from sgl_prefix_attn.execute.backends.choice import why_no_hopper
 from sgl_prefix_attn.execute.backends.family import HOPPER, PORTABLE
 
@@ -37,12 +37,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--plant", action="store_true", help="faults that must be found")
     inner = parser.add_argument_group("run one case, as this command does under the tools")
     inner.add_argument("--case", choices=list(CASES))
-    inner.add_argument("--watch-barriers", action="store_true", help="where racecheck sees them")
     inner.add_argument("--fault", choices=[SLOT, EARLY_READ])
     args = parser.parse_args(argv)
     if args.case:
-        if args.watch_barriers:
-            watch_barriers(args.fault)
+        if args.fault == EARLY_READ:
+            plant_early_read()
         return run_case(args.case, plant=args.fault == SLOT)
     sanitizer = shutil.which("compute-sanitizer") or shutil.which(
         "compute-sanitizer", path=_CUDA_BIN
@@ -85,8 +84,7 @@ def _errors(sanitizer: str, tool: str, name: str, fault: str | None = None) -> i
     A tool that did not finish counts as an error, unless a planted fault was the reason."""
     # One allocation per tensor: inside PyTorch's large blocks an access out of bounds looks valid.
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    options = ["--watch-barriers"] if tool == RACECHECK else []
-    options += ["--fault", fault] if fault else []
+    options = ["--fault", fault] if fault else []
     done = subprocess.run(
         [sanitizer, "--tool", tool, "--error-exitcode", str(_FOUND), *_case(name, *options)],
         env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_TIMEOUT_S,

@@ -1,4 +1,4 @@
-"""Hopper's kernel as racecheck can follow it, a race planted in it, and its reports."""
+"""A race planted in Hopper's kernel, and racecheck's reports."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-
 from sgl_prefix_attn.kernels.hopper import attention, consumer
-from sgl_prefix_attn.kernels.hopper.attention import MAX_STAGES
 
 EARLY_READ = "early-read"
 _RACE = re.compile(r"={4,} (?:Error|Warning): Race reported between .* in (\S+:\d+)")
@@ -25,22 +20,9 @@ _WAIT = "                    mbarrier.wait(rings.k_full.index(stage), phase)\n"
 _READ = "rings.keys.index(stage).load(gl.SliceLayout(0, SL))"
 
 
-@gluon.jit
-def watched_barriers(arrivals: gl.constexpr):
-    """attention.new_barriers by mbarrier.init: what racecheck takes for a barrier."""
-    layout: gl.constexpr = mbarrier.MBarrierLayout()
-    bars = gl.allocate_shared_memory(gl.int64, [MAX_STAGES, 1], layout)
-    for i in gl.static_range(MAX_STAGES):
-        mbarrier.init(bars.index(i), count=arrivals)
-    return bars
-
-
-def watch_barriers(fault: str | None) -> None:
-    """Let this process compile Hopper's kernel with barriers that racecheck sees, with the fault or
-    without it. Those of a server are written with one store: then every copy looks like a race."""
-    attention.new_barriers = watched_barriers
-    if fault == EARLY_READ:
-        attention.consume = _reads_early().consume
+def plant_early_read() -> None:
+    """Let this process compile Hopper's kernel with the fault."""
+    attention.consume = _reads_early().consume
 
 
 def _reads_early():

@@ -13,22 +13,17 @@ from .consumer import consume
 from .producer import produce
 from .shape import BLOCK, HALF_ROWS, Rings, Shape
 
-MAX_STAGES = gl.constexpr(8)
-
 
 @gluon.jit
-def new_barriers(arrivals):
-    """Make mbarriers [MAX_STAGES, 1] that wait for so many arrivals, written with one store.
+def new_barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
+    """Make mbarriers [COUNT, 1] that wait for so many arrivals.
 
-    mbarrier.init takes turns: some 24 of them take a microsecond. The word is what it writes on
-    sm_90 for c arrivals: (2^20 - c) << 1, the arrivals to come, and << 43, those of later phases.
+    By mbarrier.init alone: an SM caches these words, and a plain store of the same word, which is
+    faster, leaves in that cache what an earlier kernel had at the address.
     """
-    layout: gl.constexpr = mbarrier.MBarrierLayout()
-    bars = gl.allocate_shared_memory(gl.int64, [MAX_STAGES, 1], layout)
-    i = gl.arange(0, MAX_STAGES, gl.BlockedLayout([1], [32], [4], [0]))
-    left = (0x100000 - arrivals + i * 0).to(gl.int64)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    bars._reinterpret(gl.int64, [MAX_STAGES], flat).store((left << 43) | (left << 1))
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(bars.index(i), count=arrivals)
     return bars
 
 
@@ -83,11 +78,11 @@ def row_tile_kernel(
     PRODUCERS: gl.constexpr = 32 * PRODUCER_WARPS
     CONSUMERS: gl.constexpr = 2 * 128
     ZEROS: gl.constexpr = 1 if HEAD_DIM <= 128 else 0
-    gl.static_assert(STAGES < MAX_STAGES)  # consume() releases one that is none
-    full, free = new_barriers(PRODUCERS), new_barriers(CONSUMERS)
+    # consume() also releases a stage behind the last, which is none
+    full, free = new_barriers(STAGES, PRODUCERS), new_barriers(STAGES + 1, CONSUMERS)
     k_full, k_free = full, free
     if HEAD_DIM > 128:
-        k_full, k_free = new_barriers(PRODUCERS), new_barriers(2)
+        k_full, k_free = new_barriers(STAGES, PRODUCERS), new_barriers(STAGES, 2)
     if NARROW:
         gl.static_assert(STAGES % 2 == 0)  # values_of()
         NL: gl.constexpr = gl.NVMMASharedLayout(HEAD_DIM, 8, 2)
@@ -102,9 +97,9 @@ def row_tile_kernel(
         v,
         gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK], FLAT),
         gl.allocate_shared_memory(gl.int32, [2, 128], FLAT),
-        new_barriers(2),
-        new_barriers(PRODUCERS),
-        new_barriers(1),
+        new_barriers(1, 2),
+        new_barriers(2, PRODUCERS),
+        new_barriers(2, 1),
         k_full,
         k_free,
         full,

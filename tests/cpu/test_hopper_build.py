@@ -11,10 +11,12 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from sgl_prefix_attn.kernels.hopper.attention import row_tile_kernel
 from sgl_prefix_attn.kernels.hopper.build_options import (
+    CONFIGS,
+    NARROW_CONFIGS,
     compiler_options,
     kernel_constants,
 )
-from tests.support.builds import SPILL, disassembled, loops_of, signature_of
+from tests.support.builds import SPILL, barriers_made, disassembled, loops_of, signature_of
 
 SHARED_MEMORY = 227 * 1024
 
@@ -97,6 +99,9 @@ def test_no_spills_and_hopper_instructions(shape, tmp_path):
     assert depends == ["ACQBULK", "PREEXIT"] * flags.get("pdl", False)
     # the merge waits for the counter, once a warpgroup
     assert "CCTL.IVALL" in sass
+    # stages there and free, keys by themselves, too, of head dim 256; a stage that is none, queries
+    # there and free for each warpgroup, and one for what both have shown
+    assert barriers_made(sass) == (4 if wide else 2) * CONFIGS[head_dim].stages + 6
 
 
 NARROW = {
@@ -125,6 +130,7 @@ def test_e4m3_without_spills_and_with_its_own_products(shape, tmp_path):
     assert len(re.findall(r"\bHGMMA", sass)) == 2 * 2 * 4
     assert "LDGSTS.E.BYPASS.128" in sass, "rows are not copied 16 bytes a thread"
     assert "F2FP.F16.E4M3.UNPACK_B" in sass
+    assert barriers_made(sass) == 2 * NARROW_CONFIGS[args[2]].stages + 6
 
 
 @pytest.mark.slow

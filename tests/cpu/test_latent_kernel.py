@@ -26,7 +26,7 @@ from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.records import HeadConfig
 from tests.cpu.test_hopper_build import SHARED_MEMORY
 from tests.support import emulated_gluon, running
-from tests.support.builds import SPILL, disassembled
+from tests.support.builds import SPILL, barriers_made, disassembled
 from tests.support.emulated_latent import EmulatedLatent
 from tests.support.forests import path_table
 from tests.support.multi_token import multi_token
@@ -212,6 +212,7 @@ def test_no_spills_and_hopper_instructions(heads, tmp_path):
     assert "LDGSTS.E.BYPASS.128" in sass, "rows are not copied 16 bytes a thread"
     # each warpgroup waits for parts, and then has eight loads of them on their way, or sixteen
     assert sass.count("CCTL.IVALL") == 2
+    assert barriers_made(sass) == 4 * 2 + 5
     loads = [len(re.findall(rf"LDG\.E\.{bits}\.STRONG", sass)) for bits in (128, 64)]
     assert loads == [2 * 2 * 8, 2 * 16]
 

@@ -64,3 +64,20 @@ def loops_of(sass: str) -> tuple[str, list[tuple[int, int]]]:
                 found.append((start[jump[1]], end + jump.end()))
         end += len(part)
     return "".join(parts), found
+
+
+def barriers_made(sass: str) -> int:
+    """Count the barriers that mbarrier.init makes: all that are used, and no store is to them."""
+    made = _places(sass, r"SYNCS\.EXCH\.64 URZ,")
+    waited = _places(sass, r"SYNCS\.PHASECHK\S* P\d,")
+    arrived = _places(sass, r"(?:ARRIVES|SYNCS\.ARRIVE)[^\[]*")
+    assert waited and arrived and {*waited, *arrived} <= {*made}
+    assert not [x for x in _places(sass, r"STS\S*") if min(made) <= x < max(made) + 8]
+    assert len(made) == len({*made})
+    return len(made)
+
+
+def _places(sass: str, instruction: str) -> list[int]:
+    """Return the offsets in shared memory that an instruction adds to a register."""
+    found = re.findall(rf"\b{instruction} \[U?R\d+(?:\+U?R\d+)?(?:\+0x([0-9a-f]+))?\]", sass)
+    return [int(offset or "0", 16) for offset in found]

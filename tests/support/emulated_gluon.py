@@ -16,7 +16,6 @@ import torch
 from triton.experimental.gluon import language
 from triton.runtime.jit import JITCallable
 
-from sgl_prefix_attn.kernels.hopper.attention import MAX_STAGES
 from tests.support.ptx import LANES, run_warp
 
 LONGEST_WAIT_S = 60
@@ -102,9 +101,9 @@ class Shared:
 class Barriers:
     """mbarriers of one number of arrivals: the parity of a phase passes when it is complete."""
 
-    def __init__(self, arrivals: int, run: _Launch):
+    def __init__(self, count: int, arrivals: int, run: _Launch):
         self.arrivals, self.run = arrivals, run
-        self.left, self.phase = [arrivals] * MAX_STAGES.value, [0] * MAX_STAGES.value
+        self.left, self.phase = [arrivals] * count, [0] * count
 
     def index(self, i):
         return self, int(i)
@@ -200,7 +199,7 @@ class _Launch:
         if name in _BY_NAME:
             return _BY_NAME[name]
         if name == "new_barriers":
-            return lambda arrivals: Barriers(arrivals, self)
+            return lambda count, arrivals: Barriers(count, arrivals, self)
         if isinstance(value, JITCallable):
             return lambda *args, **kwargs: self.plain(value)(*args, **kwargs)
         return value
