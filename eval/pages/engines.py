@@ -80,16 +80,22 @@ def speculative() -> str:
 
 
 def first_tokens() -> str:
-    """Time to the first tokens of a batch, packed prefill over FlashAttention 3's."""
-    files = ("ttft_h100", "ttft_h200", "ttft_unshared_h100")
+    """Time to the first tokens of a batch, packed prefill over FlashAttention 3's; in
+    deterministic inference beside a server without plans."""
+    usual, deterministic = ("fa3/prefix", "prefix/prefix"), ("fa3", "prefix")
+    files = {
+        "ttft_h100": usual, "ttft_h200": usual, "ttft_unshared_h100": usual,
+        "ttft_deterministic_h200": deterministic,
+    }  # fmt: skip
     lines = []
-    for name in files:
-        own = [row for row in rows(name) if row["backend"] == "prefix/prefix"]
-        stock = [row["ttft_ms"] for row in rows(name) if row["backend"] == "fa3/prefix"]
+    for name, (fa3, prefix) in files.items():
+        own = [row for row in rows(name) if row["backend"] == prefix]
+        stock = [row["ttft_ms"] for row in rows(name) if row["backend"] == fa3]
         groups = ", ".join(str(row["group"]) for row in own)
         times = (span(found, ".0f") for found in (stock, [row["ttft_ms"] for row in own]))
         ratios = ", ".join(f"{row['ratio']:.3f}" for row in own)
-        lines.append((place(name), own[0]["requests"], groups, *times, ratios))
+        mode = ", deterministic" if fa3 == "fa3" else ""
+        lines.append((place(name) + mode, own[0]["requests"], groups, *times, ratios))
     columns = ("GPU", "requests", "in groups of", "FlashAttention 3, ms", "plans, ms", "ratios")
     return f"{table(columns, lines)}\n\n{source(*files)}"
 

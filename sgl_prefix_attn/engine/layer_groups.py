@@ -104,8 +104,9 @@ def attention_layers(runner) -> list[RadixAttention]:
 def is_mamba2(model_config) -> bool:
     """Say whether a hybrid model's other layers are Mamba 2.
 
-    An engine of Nemotron-H died on an H100 in its first decode steps, where SGLang's own backend
-    did not: until somebody knows why, no plan runs beside such layers."""
+    An engine of Nemotron-H died on an H100 in its first decode steps, most likely of barriers that
+    Hopper's kernel made by plain stores: until one has run there with mbarrier.init, no plan runs
+    beside such layers."""
     config = getattr(model_config, "hf_config", None)
     named = getattr(config, "architectures", None) or []
     return any(name.startswith(_MAMBA2) for name in named)
