@@ -14,6 +14,7 @@ from .shape import (
     I_QUERIES,
     LOWEST,
     TILE_ROWS,
+    group_barrier,
     read_counter,
 )
 from .softmax import with_sink
@@ -34,6 +35,7 @@ def wait_for_parts(p_counter, parts):
 @gluon.jit
 def leave(p_counter, parts):
     """Count who has merged a share; the last makes the counter 0 again, for the next launch."""
+    group_barrier()  # a warp that still polls would wait for good
     if gl.atomic_add(p_counter, 1, sem="relaxed", scope="gpu") == 2 * parts - 1:
         gl.store(p_counter, 0)
 
