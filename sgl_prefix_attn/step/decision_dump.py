@@ -17,11 +17,13 @@ class DecisionDump:
     """Writes every n-th decision into `folder`, PREFIX_ATTN_DUMP; "" writes none.
 
     Files are <process>-<number>.json. One that cannot be written is counted, and no reason to stop.
+    aligned  plans are those of deterministic inference
     """
 
-    def __init__(self, folder: str, every: int, counters: StepCounters):
+    def __init__(self, folder: str, every: int, counters: StepCounters, *, aligned: bool):
         self._folder = Path(folder) if folder else None
         self._every = every
+        self._aligned = aligned
         self._counters = counters
         self._seen = 0
 
@@ -37,13 +39,13 @@ class DecisionDump:
             self._folder.mkdir(parents=True, exist_ok=True)
             file = self._folder / f"{os.getpid()}-{turn % MOST_FILES:03}.json"
             unfinished = file.with_suffix(".part")
-            unfinished.write_bytes(orjson.dumps(content(paths, decision)))
+            unfinished.write_bytes(orjson.dumps(content(paths, decision, aligned=self._aligned)))
             unfinished.replace(file)
         except Exception as error:  # whatever it is, the step itself can go on
             self._counters.dump_failed(error)
 
 
-def content(paths: PathTable, decision: Decision) -> dict:
+def content(paths: PathTable, decision: Decision, *, aligned: bool = False) -> dict:
     """What a file holds: the arguments of PrefixAttentionWrapper.plan, and the decision."""
     lists: list[list[tuple[int, int]]] = []
     parent, length = paths.parent.tolist(), paths.length.tolist()
@@ -63,5 +65,6 @@ def content(paths: PathTable, decision: Decision) -> dict:
             "reason": decision.reason,
             "stock_us": times.stock_us if times else None,
             "prefix_us": times.prefix_us if times else None,
+            "aligned": aligned,
         },
     }

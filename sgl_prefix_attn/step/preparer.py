@@ -71,7 +71,9 @@ class StepPreparer(BatchPreparer):
         self.lifetime = PlanLifetime()
         self._evaluated = _UNDECIDED
         self._count = StepCount(counters)
-        self._dump = DecisionDump(settings.dump, settings.dump_every, counters)
+        self._dump = DecisionDump(
+            settings.dump, settings.dump_every, counters, aligned=self._deterministic
+        )
         self._predictor = predictor
         self._graph_problem = graph_problem
         self._padded_size = padded_size

@@ -76,6 +76,8 @@ def _served(decision: Any) -> str:
         return ""
     try:
         said = f"served: {decision['variant']} kernels ({decision['reason']})"
+        if decision.get("aligned"):
+            return f"{said} by an aligned plan (deterministic inference), which is not shown here"
         if decision["prefix_us"] is None:
             return said
         return (

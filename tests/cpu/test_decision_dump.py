@@ -13,11 +13,11 @@ from sgl_prefix_attn.tools import plan_spec
 from tests.support.steps import Times, preparer, run, shared_world
 
 
-def deciding(folder, every, batches):
+def deciding(folder, every, batches, **shared):
     """Steps of a server, each of them about another batch."""
     world = shared_world()
     settings = Settings(dump=str(folder), dump_every=every)
-    steps = preparer(settings, predictor=Times(3.0, 2.0))
+    steps = preparer(settings, predictor=Times(3.0, 2.0), **shared)
     for i in range(batches):
         world.add([0] * 40 + [100 + i], tail=20)
         assert run(steps, world, 1).is_prefix
@@ -57,7 +57,14 @@ def test_a_file_is_what_explain_reads(tmp_path):
         assert getattr(found, name).tolist() == getattr(wanted, name).tolist(), name
     assert orjson.loads(file.read_bytes())["decision"] == {
         "variant": "prefix", "reason": "predicted_faster", "stock_us": 3.0, "prefix_us": 2.0,
+        "aligned": False,
     }  # fmt: skip
+
+
+def test_a_deterministic_server_says_that_its_plans_are_aligned(tmp_path):
+    deciding(tmp_path, 1, 1, deterministic=True)
+    (file,) = tmp_path.iterdir()
+    assert plan_spec.read_file(file)[1].endswith("which is not shown here")
 
 
 def test_a_folder_that_cannot_be_written_is_counted_and_said_once(tmp_path, caplog):
