@@ -18,8 +18,8 @@ from .shape import BLOCK, HALF_ROWS, Rings, Shape
 def new_barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
     """Make mbarriers [COUNT, 1] that wait for so many arrivals.
 
-    By mbarrier.init alone: an SM caches these words, and a plain store of the same word, which is
-    faster, leaves in that cache what an earlier kernel had at the address.
+    By mbarrier.init alone: PTX allows nothing else. A plain store of the same word is faster, but
+    an SM caches these words, and may go on with what an earlier kernel had at the address.
     """
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):

@@ -79,5 +79,5 @@ def barriers_made(sass: str) -> int:
 
 def _places(sass: str, instruction: str) -> list[int]:
     """Return the offsets in shared memory that an instruction adds to a register."""
-    found = re.findall(rf"\b{instruction} \[U?R\d+(?:\+U?R\d+)?(?:\+0x([0-9a-f]+))?\]", sass)
+    found = re.findall(rf"\b{instruction} \[U?R\d+(?:\+U?R(?:\d+|Z))?(?:\+0x([0-9a-f]+))?\]", sass)
     return [int(offset or "0", 16) for offset in found]
