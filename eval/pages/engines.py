@@ -82,19 +82,17 @@ def speculative() -> str:
 def first_tokens() -> str:
     """Time to the first tokens of a batch, packed prefill over FlashAttention 3's; in
     deterministic inference beside a server without plans."""
-    usual, deterministic = ("fa3/prefix", "prefix/prefix"), ("fa3", "prefix")
-    files = {
-        "ttft_h100": usual, "ttft_h200": usual, "ttft_unshared_h100": usual,
-        "ttft_deterministic_h200": deterministic,
-    }  # fmt: skip
+    deterministic = "ttft_deterministic_h200"
+    files = ("ttft_h100", "ttft_h200", "ttft_unshared_h100", deterministic)
     lines = []
-    for name, (fa3, prefix) in files.items():
+    for name in files:
+        fa3, prefix = dict.fromkeys(row["backend"] for row in rows(name))
         own = [row for row in rows(name) if row["backend"] == prefix]
         stock = [row["ttft_ms"] for row in rows(name) if row["backend"] == fa3]
         groups = ", ".join(str(row["group"]) for row in own)
         times = (span(found, ".0f") for found in (stock, [row["ttft_ms"] for row in own]))
         ratios = ", ".join(f"{row['ratio']:.3f}" for row in own)
-        mode = ", deterministic" if fa3 == "fa3" else ""
+        mode = ", deterministic" if name == deterministic else ""
         lines.append((place(name) + mode, own[0]["requests"], groups, *times, ratios))
     columns = ("GPU", "requests", "in groups of", "FlashAttention 3, ms", "plans, ms", "ratios")
     return f"{table(columns, lines)}\n\n{source(*files)}"

@@ -105,13 +105,14 @@ class BatchPreparer:
             self._check_size(done.plan)
         return done
 
-    def _say_stock(self, reason: str, key: str) -> None:
-        """Log why batches run stock kernels, once for each key: where they must be deterministic,
-        as an error."""
+    def _say_stock(self, reason: str) -> None:
+        """Log why batches run stock kernels, once for each reason: where they must be
+        deterministic, as an error."""
         level, means = logging.INFO, ""
         if self._deterministic:
             level, means = logging.ERROR, ", and are not deterministic"
         said = "%s run stock attention where the reason is %s%s"
+        key = f"{self._kind} run stock: {reason}"
         self.counters.log_once(key, level, said, self._kind, reason, means)
 
     def _is_checked(self) -> bool:

@@ -75,7 +75,7 @@ class ExtendPreparer(BatchPreparer):
                 self._keep(decision)
         self.counters.extend(decision)
         if self._deterministic and decision.variant != PREFIX:
-            self._say_stock(decision.reason, f"{self._kind} run stock: {decision.reason}")
+            self._say_stock(decision.reason)
         check = plan is not None and self._is_checked()
         return Step(decision, plan, cross_check=check)
 

@@ -97,7 +97,7 @@ class StepPreparer(BatchPreparer):
         self._running = decision.variant
         self._count.step(decision, batch.seq_lens, is_compared)
         if decision.variant != PREFIX:
-            self._say_stock(decision.reason, decision.reason)
+            self._say_stock(decision.reason)
             return Step(decision)
         check = self._is_checked()
         if check:

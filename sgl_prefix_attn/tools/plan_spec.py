@@ -76,14 +76,14 @@ def _served(decision: Any) -> str:
         return ""
     try:
         said = f"served: {decision['variant']} kernels ({decision['reason']})"
+        if decision["prefix_us"] is not None:
+            said += (
+                f", predicted {decision['prefix_us']:.1f} us, "
+                f"stock ones {decision['stock_us']:.1f} us"
+            )
         if decision.get("aligned"):
-            return f"{said} by an aligned plan (deterministic inference), which is not shown here"
-        if decision["prefix_us"] is None:
-            return said
-        return (
-            f"{said}, predicted {decision['prefix_us']:.1f} us, "
-            f"stock ones {decision['stock_us']:.1f} us"
-        )
+            said += "; its plans are aligned (deterministic inference), which is not shown here"
+        return said
     except KeyError as error:
         raise ValueError(f"its decision has no {error}") from None
     except (TypeError, ValueError):

@@ -65,6 +65,12 @@ def test_a_deterministic_server_says_that_its_plans_are_aligned(tmp_path):
     deciding(tmp_path, 1, 1, deterministic=True)
     (file,) = tmp_path.iterdir()
     assert plan_spec.read_file(file)[1].endswith("which is not shown here")
+    paths = PathTable.of([-1], [64], [0], [90])
+    decision = Decision("stock", "predicted_slower", Prediction(2.0, 3.0))
+    file.write_bytes(orjson.dumps(decision_dump.content(paths, decision, aligned=True)))
+    said = plan_spec.read_file(file)[1]
+    assert said.startswith("served: stock kernels (predicted_slower), predicted 3.0 us, stock ones")
+    assert said.endswith("its plans are aligned (deterministic inference), which is not shown here")
 
 
 def test_a_folder_that_cannot_be_written_is_counted_and_said_once(tmp_path, caplog):
