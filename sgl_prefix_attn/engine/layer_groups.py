@@ -15,7 +15,6 @@ from sgl_prefix_attn.execute.backends.kernel_backend import NARROW_KV, kv_dtype_
 from sgl_prefix_attn.ranges import in_short
 from sgl_prefix_attn.records import HeadConfig
 
-_MAMBA2 = ("NemotronH", "FalconH1", "GraniteMoeHybrid")
 FULL, WINDOW, CHUNK = "full attention", "sliding window", "chunks"  # what a layer attends to
 
 
@@ -99,17 +98,6 @@ def attention_layers(runner) -> list[RadixAttention]:
     layers = [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
     latent = {layer.layer_id for layer in layers if is_latent(runner, layer)}
     return [x for x in layers if x.layer_id not in latent or is_latent(runner, x)]
-
-
-def is_mamba2(model_config) -> bool:
-    """Say whether a hybrid model's other layers are Mamba 2.
-
-    An engine of Nemotron-H died on an H100 in its first decode steps, most likely of barriers that
-    Hopper's kernel made by plain stores: until one has run there with mbarrier.init, no plan runs
-    beside such layers."""
-    config = getattr(model_config, "hf_config", None)
-    named = getattr(config, "architectures", None) or []
-    return any(name.startswith(_MAMBA2) for name in named)
 
 
 def is_latent(runner, layer: RadixAttention) -> bool:

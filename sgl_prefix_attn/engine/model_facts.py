@@ -55,9 +55,6 @@ def unsupported_model(runner) -> str | None:
         groups.problem: True,
         _untried_with_drafts(runner): True,
         unsupported_server(runner.server_args): True,
-        "layers:mamba2": (
-            keeps_states(runner) is not None and layer_groups.is_mamba2(runner.model_config)
-        ),
         f"kv_pool:{pool}": pool != ("MLATokenToKVPool" if latent else "MHATokenToKVPool"),
         _unread_tree(runner): True,
         speculative(runner.server_args): True,  # the last: without another, chains are verified

@@ -14,7 +14,6 @@ from sgl_prefix_attn.engine.layer_groups import (
     LayerGroups,
     LayerTraits,
     divide,
-    is_mamba2,
 )
 from sgl_prefix_attn.engine.start_checks import raise_if_unsupported
 from sgl_prefix_attn.ranges import in_short
@@ -59,7 +58,7 @@ def outlook(folder: Path, tp: int) -> Outlook:
     )
     linear = [i for i, kind in enumerate(kinds) if kind == _LINEAR]
     planned, traits = groups.planned, tuple(group.traits for group in groups.every)
-    problem = groups.problem or _sparse(config) or _mamba2(config)
+    problem = groups.problem or _sparse(config)
     if planned is None or problem:
         return Outlook(stock=problem, traits=traits)
     return Outlook(layers=_layers(groups, linear), planned=planned.traits, traits=traits)
@@ -128,13 +127,6 @@ def _sparse(config: Any) -> str:
     from sglang.srt.configs.model_config import is_deepseek_dsa
 
     return "kv_pool:DSATokenToKVPool" if is_deepseek_dsa(config.hf_config) else ""
-
-
-def _mamba2(config: Any) -> str:
-    """Name layers of Mamba 2 beside those of attention, or ""."""
-    from sglang.srt.configs.hybrid_arch import mambaish_config
-
-    return "layers:mamba2" if mambaish_config(config) and is_mamba2(config) else ""
 
 
 def _layers(groups: LayerGroups, linear: list[int]) -> str:

@@ -34,6 +34,7 @@ def test_a_config_is_one_of_its_architecture(tmp_path, shape, heads):
             "3, 7, 11, 15, 19, 23, 27, 31, 35, 39, 43, 47 (full attention, 2/1 heads of 256)",
         ),
         ("qwen3.5-9b", "3, 7, 11, 15, 19, 23, 27, 31 (full attention, 16/4 heads of 256)"),
+        ("nemotron-h-8b", "7, 18, 29, 40 (full attention, 32/8 heads of 128)"),
         ("gpt-oss-20b/12-layers", "1, 3, 5, 7, 9, 11 (full attention, 64/8 heads of 64)"),
         ("gemma3-27b/18-layers", "5, 11, 17 (full attention, 32/16 heads of 128)"),
         ("deepseek-v2-lite", "0-26 (full attention, 16/1 heads of 576, 512 latent)"),

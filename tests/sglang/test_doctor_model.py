@@ -68,12 +68,12 @@ MODELS = {
         "",
         "3, 7, 11, 15",
     ),
-    "falcon_h1": ("FalconH1ForCausalLM", {}, "layers:mamba2", ""),
+    "falcon_h1": ("FalconH1ForCausalLM", {}, "", "0-31"),
     "granitemoehybrid": (
         "GraniteMoeHybridForCausalLM",
         {"layer_types": 8 * ["mamba", "mamba", "mamba", "attention"]},
-        "layers:mamba2",
         "",
+        "3, 7, 11, 15",
     ),
 }
 

@@ -145,19 +145,6 @@ def composed(name="HybridLinearKVPool", full="MHATokenToKVPool"):
     return type(name, (), {"full_kv_pool": type(full, (), {})()})()
 
 
-@pytest.mark.parametrize(
-    ("architecture", "reason"),
-    [("NemotronHForCausalLM", "layers:mamba2"), ("GraniteMoeHybridForCausalLM", "layers:mamba2"),
-     ("Qwen3NextForCausalLM", None), ("Lfm2ForCausalLM", None)],
-)  # fmt: skip
-def test_no_plan_runs_beside_mamba_2(monkeypatch, architecture, reason):
-    runner = Server(monkeypatch).runner
-    runner.model_config.hf_config = SimpleNamespace(architectures=[architecture])
-    assert unsupported_model(runner) is None, "a model without such layers"
-    runner.token_to_kv_pool = composed()
-    assert unsupported_model(runner) == reason
-
-
 @pytest.mark.parametrize("name", ["HybridLinearKVPool", "SWAKVPool"])
 def test_the_pool_of_full_attention_within_another_counts(monkeypatch, name):
     runner = Server(monkeypatch).runner
