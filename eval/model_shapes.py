@@ -40,6 +40,7 @@ def _shape(*sizes: float, dtype: str = "bfloat16", kind: str = "llama", **others
 
 SHAPES = {
     "llama3.1-8b": _shape(4096, 14336, 32, 32, 8, 128, 128256, 131072, 5e5),
+    "llama3.2-1b": _shape(2048, 8192, 16, 32, 8, 64, 128256, 131072, 5e5, tie_word_embeddings=True),
     "llama3.1-70b": _shape(8192, 28672, 80, 64, 8, 128, 128256, 131072, 5e5),
     "qwen2.5-7b": _shape(
         3584, 18944, 28, 28, 4, 128, 152064, 131072, 1e6, kind="qwen2", rms_norm_eps=1e-6

@@ -1,7 +1,8 @@
 """python -m eval.bench_speculative: TPOT where a target model verifies chains of a draft model.
 
-Target and draft have random weights, the draft one layer of the target's shape (EAGLE), and SGLang
-itself accepts as many tokens as it is told to (SGLANG_SIMULATE_ACC_LEN), for every backend alike.
+Target and draft have random weights; the draft is one layer of the target's shape (EAGLE), or a
+model of its own (--draft). SGLang itself accepts as many tokens as it is told to
+(SGLANG_SIMULATE_ACC_LEN), for every backend alike.
 Engines stand side by side on one GPU and take turns; the ratio is that of the medians.
 """
 
@@ -40,7 +41,7 @@ def _run(folder: Path, args, workload: Workload) -> Iterator[dict]:
         page_size=1,
         pool_tokens=pool_tokens([workload], args.new_tokens),
         decode_batches=[workload.batch],
-    ) | draft_arguments(folder / "draft", args.model_shape, tokens)
+    ) | draft_arguments(folder / "draft", args.model_shape, args.draft, tokens)
     counts: dict[str, Path] = {}
 
     def counted(backend: str, home: Path) -> dict:
@@ -68,12 +69,13 @@ def _run(folder: Path, args, workload: Workload) -> Iterator[dict]:
             }  # fmt: skip
 
 
-def draft_arguments(folder: Path, target: str, tokens: int) -> dict:
-    """Write the config of an EAGLE draft and return the engine's arguments of chains."""
+def draft_arguments(folder: Path, target: str, draft: str | None, tokens: int) -> dict:
+    """Write the config of a draft, EAGLE where none is named, and return arguments of chains."""
     eagle = {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
+    model = write_config(folder, draft) if draft else write_config(folder, target, **eagle)
     return {
-        "speculative_algorithm": "EAGLE",
-        "speculative_draft_model_path": str(write_config(folder, target, **eagle)),
+        "speculative_algorithm": "STANDALONE" if draft else "EAGLE",
+        "speculative_draft_model_path": str(model),
         "speculative_num_steps": tokens - 1,
         "speculative_eagle_topk": 1,
         "speculative_num_draft_tokens": tokens,
@@ -108,6 +110,7 @@ def _parse(argv: list[str]):
     backends = "flashinfer,prefix/prefix"
     parser = benchmark("eval.bench_speculative", __doc__, LLAMAS, backends, 3, "48,240")
     parser.add_argument("--workload", default="shared8k", help="a name, or 64x8192+256")
+    parser.add_argument("--draft", choices=LLAMAS, help="a draft model of this shape")
     parser.add_argument("--speculative", type=speculative, default="4:3", help="DRAFTED:ACCEPTED")
     args = parser.parse_args(argv)
     try:

@@ -88,11 +88,19 @@ def test_prefix_verifies_behind_another_prefill_backend(engines):
 
 
 def test_the_draft_has_one_layer_of_the_targets_shape(tmp_path):
-    arguments = bench.draft_arguments(tmp_path / "draft", "llama3.1-8b", 4)
+    arguments = bench.draft_arguments(tmp_path / "draft", "llama3.1-8b", None, 4)
     config = json.loads((tmp_path / "draft" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle"]
     assert (config["num_hidden_layers"], config["num_key_value_heads"]) == (1, 8)
     assert arguments["speculative_algorithm"] == "EAGLE"
+
+
+def test_a_draft_model_is_of_the_shape_that_is_named(tmp_path):
+    arguments = bench.draft_arguments(tmp_path / "draft", "llama3.1-8b", "llama3.2-1b", 4)
+    config = json.loads((tmp_path / "draft" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert (config["num_hidden_layers"], config["num_attention_heads"]) == (16, 32)
+    assert arguments["speculative_algorithm"] == "STANDALONE"
 
 
 def test_an_acceptance_that_was_not_forced_is_an_error(engines, tmp_path, capsys):
