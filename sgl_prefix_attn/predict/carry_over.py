@@ -65,7 +65,7 @@ def _stock(
     assert path is not None
     found, there = usable[path], usable[path].key
     what = f"{path.name} ({found.origin})"
-    own: Source = found.source if found.source != "measured" else "shipped"
+    own = _as_shipped(found)
     if path in here and replace(there, page_size=key.page_size, family=key.family) == key:
         pages = f", for pages of {there.page_size}" if there.page_size != key.page_size else ""
         return replace(found, key=key, source=own), f"{what}{pages}"
@@ -100,7 +100,7 @@ def _rates(
         best = here[0]
         if best.key.kv_bytes != key.kv_bytes:
             return _for_kv_of(best.rates, best.key.kv_bytes, key), "scaled"
-        return best.rates, best.source
+        return best.rates, _as_shipped(best)
     rates = _for_kv_of(dict(vars(rates_of(key.family, key.heads)())), _FITTED_BYTES, key)
     # Of e4m3 they hold together, and not beside another memory.
     usual = [found for found in fitted if found.key.kv_bytes == _FITTED_BYTES]
@@ -109,6 +109,10 @@ def _rates(
     if key.gpu == _H100:
         return rates, "scaled"
     return rates | {"hbm": rates["hbm"] * bandwidth / usual_bandwidth(_H100)}, "conservative"
+
+
+def _as_shipped(found: Calibration) -> Source:
+    return "shipped" if found.source == "measured" else found.source
 
 
 def _is_latent(key: CalibrationKey) -> bool:
