@@ -11,12 +11,16 @@ SHAPES = ("models_qwen3-8b", "models_qwen2.5-7b", "models_glm4.5-air_tp8",
 ENGINES = ("engine_h100_sglang_0.5.17", "engine_h200_sglang_0.5.17", "engine_h200_sglang_0.5.23")
 # Of other layers, KV and modes, by what the page calls them.
 KINDS = {
-    "engine_h100_e4m3": "KV of e4m3", "engine_h100_latent": "latent KV",
+    "engine_h100_e4m3": "KV of e4m3", "engine_h100_e4m3_unshared": "KV of e4m3",
+    "engine_h100_latent": "latent KV",
     "engine_h100_qwen3.5": "linear layers", "engine_h100_qwen3-next": "linear layers",
-    "engine_h100_gpt-oss": "windows, sinks", "engine_h100_deterministic": "deterministic",
+    "engine_h100_nemotron-h": "Mamba 2",
+    "engine_h100_gpt-oss": "windows, sinks", "engine_h100_gpt-oss_unshared": "windows, sinks",
+    "engine_h100_deterministic": "deterministic",
 }  # fmt: skip
+DRAFT_MODEL = "speculative_standalone_h100"
 SPECULATIVE = ("speculative_h100", "speculative_border_h100", "speculative_unshared_h100",
-               "speculative_h200")  # fmt: skip
+               DRAFT_MODEL, "speculative_h200")  # fmt: skip
 
 
 def token_times() -> str:
@@ -69,8 +73,9 @@ def speculative() -> str:
         stock, own = rows(name)
         steps = own["verify_steps"]
         planned = sum(n for reason, n in steps.items() if reason.startswith("prefix"))
+        drafts = ", a draft model" if name == DRAFT_MODEL else ""
         lines.append((
-            place(name), own["batch"], f"{own['shared']} + {own['private']}",
+            place(name) + drafts, own["batch"], f"{own['shared']} + {own['private']}",
             f"`{stock['backend']}` {stock['tpot_ms']:.2f}", f"`{own['backend']}` "
             f"{own['tpot_ms']:.2f}", f"{own['ratio']:.3f}", f"{planned} of {sum(steps.values())}",
         ))  # fmt: skip
