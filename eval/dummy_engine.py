@@ -44,13 +44,12 @@ def engine_arguments(
 @contextlib.contextmanager
 def side_by_side(
     backends: Iterable[str], folder: Path, arguments: dict, *,
-    more: Callable[[str, Path], dict] = lambda backend, home: {}, one_by_one: bool = False,
+    more: Callable[[str, Path], dict] = lambda backend, home: {},
 ) -> Iterator[dict[str, EngineProcess]]:  # fmt: skip
     """Run an engine of each backend at the same time.
 
-    folder      a new one of each is made in it, its home
-    more        of a backend and its home: plugin and env of EngineProcess, and more `arguments`
-    one_by_one  each finds what room the ones before have left
+    folder  a new one of each is made in it, its home
+    more    of a backend and its home: plugin and env of EngineProcess, and more `arguments`
 
     Raises EngineError.
     """
@@ -66,17 +65,10 @@ def side_by_side(
                 env=backend_env(backend) | own.get("env", {}),
             )  # fmt: skip
             engines[backend] = stack.push(engine)
-            if one_by_one:
-                _wait_until_up(backend, engine)
         for backend, engine in engines.items():
-            if not one_by_one:
-                _wait_until_up(backend, engine)
+            engine.wait_until_up()
+            print(f"{backend} is up after {engine.start_s} s", flush=True)
         yield engines
-
-
-def _wait_until_up(backend: str, engine: EngineProcess) -> None:
-    engine.wait_until_up()
-    print(f"{backend} is up after {engine.start_s} s", flush=True)
 
 
 def keep(

@@ -35,8 +35,8 @@ class EngineProcess:
     """Context manager. Entering it waits until the engine is up and ends one that fails;
     wait_until_up() by itself leaves the latter to __exit__.
 
-    start_s: how long the engine took to be ready; pool_tokens: KV slots that it has; plugins: names
-    of the SGLang plugins that it loaded, which are those asked for.
+    start_s: how long the engine took to be ready; plugins: names of the SGLang plugins that it
+    loaded, which are those asked for.
 
     arguments  of sglang.Engine
     plugin     dotted name of a module with a register() that SGLang calls in every process
@@ -80,7 +80,6 @@ class EngineProcess:
                 + log_tail(self._log_path)
             )
         self.start_s: float = started["start_s"]
-        self.pool_tokens: int = started["pool_tokens"]
         self.plugins: list[str] = started["plugins"]
 
     def __exit__(self, *_) -> None:

@@ -16,7 +16,6 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 MARK = "@@eval@@"
-_LEAD_S = 0.2  # from the order to the first arrival
 _IDLE_S = 60.0  # a flush waits so long for the scheduler to notice that nothing runs
 
 
@@ -28,7 +27,6 @@ def main(path: str) -> None:
     _answer(
         {
             "start_s": round(time.perf_counter() - start, 1),
-            "pool_tokens": engine.get_server_info()["max_total_num_tokens"],
             "plugins": loaded_plugins(),
         }
     )
@@ -81,50 +79,11 @@ async def _all_after_the_first(engine, requests: list[dict]) -> None:
 
 def _flush(engine) -> dict:
     """Empty the radix cache once nothing runs."""
-    engine.loop.run_until_complete(_flushed(engine))
-    return {}
-
-
-async def _flushed(engine) -> None:
-    flushed = await engine.tokenizer_manager.flush_cache(timeout_s=_IDLE_S)
+    flush = engine.tokenizer_manager.flush_cache(timeout_s=_IDLE_S)
+    flushed = engine.loop.run_until_complete(flush)
     if not flushed.success:
         raise RuntimeError(f"the radix cache was not flushed: {flushed.message}")
-
-
-def _replay(engine, path: str) -> dict:
-    """Time the requests of a JSON file, each sent at its own time, from an empty cache. They stand
-    in order of arrival.
-
-    A request has at, ids and new_tokens; its answer sent, first and last (token; None without
-    one), tokens, cached (prompt tokens found in the radix cache), and error or None. All times in
-    seconds from the start of the replay.
-    """
-    requests = json.loads(Path(path).read_text())
-    return {"requests": engine.loop.run_until_complete(_all_timed(engine, requests))}
-
-
-async def _all_timed(engine, requests: list[dict]) -> list[dict]:
-    await _flushed(engine)
-    start = time.perf_counter() + _LEAD_S
-    tasks = []
-    for request in requests:  # by one sender, so that none overtakes another
-        sent = _greedy(request)
-        await asyncio.sleep(start + request["at"] - time.perf_counter())
-        tasks.append(asyncio.create_task(_timed(engine, sent, start)))
-    return await asyncio.gather(*tasks)
-
-
-async def _timed(engine, sent, start: float) -> dict:
-    times = {"sent": time.perf_counter() - start, "first": None, "last": None}
-    tokens, cached, error = 0, 0, None
-    try:
-        async for chunk in engine.tokenizer_manager.generate_request(sent, None):
-            times["last"] = time.perf_counter() - start
-            times["first"] = times["first"] or times["last"]
-            tokens, cached = len(chunk["output_ids"]), chunk["meta_info"]["cached_tokens"]
-    except ValueError as refused:  # one request that the engine does not take; others go on
-        error = str(refused)
-    return times | {"tokens": tokens, "cached": cached, "error": error}
+    return {}
 
 
 def _greedy(request: dict):
@@ -143,7 +102,7 @@ def _greedy(request: dict):
     )
 
 
-_OPS = {"time_batch": _time_batch, "generate": _generate, "flush": _flush, "replay": _replay}
+_OPS = {"time_batch": _time_batch, "generate": _generate, "flush": _flush}
 
 
 def _answer(value: dict) -> None:

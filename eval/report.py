@@ -1,7 +1,7 @@
 """python -m eval.report [RESULT.json...] [--check]: tables from result files.
 
 Of the files that it is given it prints the main figures, as Markdown: of kernels, engines, servers,
-agents, traces and the policy, and of the papers' experiments together. Without files it writes the
+agents and the policy, and of the papers' experiments together. Without files it writes the
 tables of the pages (eval/pages/blocks.py); with --check it changes nothing and exits with 1 when a
 page says anything else than the result files.
 """
@@ -16,7 +16,6 @@ from eval import provenance
 from eval.bench_agents import agent_tables
 from eval.bench_kernel import kernel_tables
 from eval.bench_serving import serving_tables
-from eval.bench_trace import replay_figures
 from eval.markdown import table
 from eval.pages import blocks
 from eval.papers import paper_tables
@@ -26,8 +25,7 @@ from eval.policy_holdout import policy_text
 def markdown(results: list[tuple[str, dict]], baseline: str | None = None) -> str:
     """Turn (file name, result) pairs into Markdown, one section per file and one for all files of
     the papers' experiments; `baseline`: of servers' ratios. Raises ValueError for a result of
-    anything else than kernels, engines, servers, agents, first tokens, traces, the policy and
-    papers."""
+    anything else than kernels, engines, servers, agents, first tokens, the policy and papers."""
     papers = [(name, result) for name, result in results if "experiment" in result["rows"][0]]
     sections = [_section(*pair, baseline) for pair in results if pair not in papers]
     if papers:
@@ -48,16 +46,14 @@ def _section(name: str, result: dict, baseline: str | None) -> str:
         body = [serving_tables.markdown(rows, meta["settings"], baseline)]
     elif "group" in first:
         body = [_ttft_table(rows)]
-    elif "ttft_ms" in first:
-        body = [replay_figures.markdown(rows)]
     elif "tpot_ms" in first:
         body = [_engine_table(rows)]
     elif "predicted_stock_us" in first:
         body = policy_text.markdown(result["summary"], meta)
     else:
         raise ValueError(
-            f"{name}: its rows are no times of kernels, engines, servers, agent programs, a "
-            "trace's requests or the policy's batches"
+            f"{name}: its rows are no times of kernels, engines, servers, agent programs or the "
+            "policy's batches"
         )
     return "\n\n".join([*body, _source(name, meta)])
 

@@ -16,7 +16,7 @@ PAGES = (
 )  # fmt: skip
 _TABLES: tuple[Callable[[], str], ...] = (
     servers.readme, servers.loads, servers.rates, servers.agents, engines.token_times,
-    engines.kinds, engines.speculative, engines.first_tokens, engines.trace, engines.host_time,
+    engines.kinds, engines.speculative, engines.first_tokens, engines.host_time,
     engines.outputs, engines.logprobs, engines.real_text, kernels.over_the_floor, kernels.by_tree,
     kernels.long_contexts, kernels.other_heads, kernels.narrow_kv, kernels.latent,
     kernels.invariant, kernels.ablations, kernels.several_tokens, decisions.policy,

@@ -1,8 +1,7 @@
-"""Tables of engines: time per token, first tokens, a trace, host time, outputs."""
+"""Tables of engines: time per token, first tokens, host time, outputs."""
 
 from __future__ import annotations
 
-from eval.bench_trace.replay_figures import METRICS, summarize
 from eval.markdown import table
 from eval.pages.results import load, place, rows, source, span
 
@@ -100,21 +99,6 @@ def first_tokens() -> str:
         mode = ", deterministic" if name == deterministic else ""
         lines.append((place(name) + mode, own[0]["requests"], groups, *times, ratios))
     columns = ("GPU", "requests", "in groups of", "FlashAttention 3, ms", "plans, ms", "ratios")
-    return f"{table(columns, lines)}\n\n{source(*files)}"
-
-
-def trace() -> str:
-    """A trace that shares little: ratios of each request's times, with 95 % intervals."""
-    files = ("trace_h200_fa3", "trace_h100")
-    lines = []
-    for name in files:
-        entries = summarize(rows(name))
-        for entry in entries:
-            if entry["ttft_ms"]["ratio"]:
-                ratios = (str(entry[metric]["ratio"]) for metric in METRICS)
-                lines.append((place(name), f"`{entries[0]['backend']}`", f"{entry['rate']:g}",
-                              *ratios))  # fmt: skip
-    columns = ("GPU", "over", "requests/s", "TTFT", "TPOT")
     return f"{table(columns, lines)}\n\n{source(*files)}"
 
 

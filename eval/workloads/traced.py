@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from eval.bench_trace import trace
 from eval.workloads.load import Load, Request, Scale
+from eval.workloads.mooncake import BLOCK, first, read, scaled
 
 # PAT section 8.2: a system prompt with a language and a country field, in Llama-3's tokens. How
 # many of each is not said: here four languages, four countries of each.
@@ -67,8 +67,8 @@ def agent(scale: Scale, seed: int) -> Load:
     blocks = rng.permutation(_TOOL_BLOCKS)
     popularity = 1.0 / np.arange(1, len(blocks) + 1)
     tools = rng.choice(len(blocks), size=number, p=popularity / popularity.sum())
-    shared = blocks[tools] * trace.BLOCK
-    hits = shared.sum() - blocks[np.unique(tools)].sum() * trace.BLOCK
+    shared = blocks[tools] * BLOCK
+    hits = shared.sum() - blocks[np.unique(tools)].sum() * BLOCK
     own = _lognormal(rng, 0.0, _SPREAD, number)
     # So few requests that each tool is new leave nothing to find: then as much as is shared.
     own *= max(hits / _HIT_SHARE - shared.sum(), 0) / own.sum() or shared.sum() / own.sum()
@@ -96,8 +96,8 @@ def mooncake(scale: Scale, path: Path | None, longest: int) -> Load:
     if path is None:
         raise ValueError("load 'mooncake' needs --mooncake-trace")
     number = scale.number(_MOONCAKE)
-    window = trace.window(trace.scale(trace.read(path), scale.length), 1.0, number, 0, longest)
-    return Load("mooncake", window.requests, f"{path.name}, requests of at most {longest} tokens")
+    requests = first(scaled(read(path), scale.length), number, longest)
+    return Load("mooncake", tuple(requests), f"{path.name}, requests of at most {longest} tokens")
 
 
 def read_azure(path: Path, number: int) -> list[tuple[float, int, int]]:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from eval import dummy_engine
 
 
-def fake_engines(monkeypatch, ask, pool_tokens=10**9):
+def fake_engines(monkeypatch, ask):
     """Engines that answer by ask(backend, op, **arguments); what each was started with, in order:
     backend, arguments of sglang.Engine, home, plugin and env."""
     started = []
@@ -15,7 +15,6 @@ def fake_engines(monkeypatch, ask, pool_tokens=10**9):
 
         def __init__(self, arguments, home, *, product, plugin, env):
             self.backend = home.name.replace("-", "/")
-            self.pool_tokens = pool_tokens
             started.append(SimpleNamespace(
                 backend=self.backend, arguments=arguments, home=home, plugin=plugin, env=env,
                 product=product,

@@ -16,7 +16,6 @@ from eval.bench_engine import __main__ as bench_engine
 from eval.bench_engine import decode_times, host_times
 from eval.bench_engine.workloads import NAMED, parse_workloads
 from eval.bench_kernel import __main__ as bench_kernel
-from eval.bench_trace import __main__ as bench_trace
 from eval.cli_values import output
 from eval.compare_outputs import __main__ as compare_outputs
 from eval.engine_process import (
@@ -38,9 +37,14 @@ from sgl_prefix_attn.paths.radix_reader import RadixReader
 from sgl_prefix_attn.paths.tree_reader import RunningBatch
 
 COMMANDS = (
-    bench_kernel, bench_plan, bench_engine, bench_trace, compare_outputs,
-    policy_holdout, report, sanitize,
-)  # fmt: skip
+    bench_kernel,
+    bench_plan,
+    bench_engine,
+    compare_outputs,
+    policy_holdout,
+    report,
+    sanitize,
+)
 
 
 @pytest.mark.parametrize(
@@ -97,22 +101,17 @@ ON_CPU = ["--device", "cpu"]
         (compare_outputs, ["layers", *ON_CPU, "--layers", "2"], "three layers"),
         (compare_outputs, ["layers", *ON_CPU, "--scenarios", "nope"], "'nope'"),
         (compare_outputs, ["layers", *ON_CPU, "--backends=a", "--fault=drop_node"], "is prefix"),
-        (bench_trace, ON_CPU, "--trace"),
-        (bench_trace, [*ON_CPU, "--trace", "nowhere.jsonl"], "nowhere.jsonl"),
-        (bench_trace, [*ON_CPU, "--trace", "x", "--backends", "fa3,fa3"], "--backends"),
-        (bench_trace, [*ON_CPU, "--trace", "x", "--alternations", "0"], "--alternations"),
-        (bench_trace, ["--seconds=0"], "must be above 0 and at most 1,000,000, got 0"),
-        (bench_trace, ["--seconds=nan"], "must be above 0 and at most 1,000,000, got nan"),
-        (bench_trace, ["--seconds=inf"], "must be above 0 and at most 1,000,000, got inf"),
-        (bench_trace, ["--seconds=x"], "--seconds: 'x' is no number"),
         (bench_plan, ["--batches=1,,2"], "--batches: '' is no integer"),
         (bench_plan, ["--batches=1.5"], "--batches: '1.5' is no integer"),
         (bench_plan, ["--batches=16,-1"], "--batches: must be at least 1, got -1"),
         (report, ["x.json", "--check"], "--check"),
+        (workloads, ["agent", "--rate=0"], "--rate: must be above 0 and at most 1,000,000, got 0"),
+        (workloads, ["agent", "--rate=nan"], "must be above 0 and at most 1,000,000, got nan"),
+        (workloads, ["agent", "--rate=inf"], "must be above 0 and at most 1,000,000, got inf"),
+        (workloads, ["agent", "--rate=x"], "--rate: 'x' is no number"),
         # Before anything starts:
         (bench_kernel, ["--device", "cuda"], "argument --device: torch "),
         (bench_engine, [], "argument --device: torch "),
-        (bench_trace, ["--trace", "a.jsonl"], "argument --device: torch "),
         (compare_outputs, ["layers"], "argument --device: torch "),
     ],
 )
@@ -253,14 +252,14 @@ def test_an_engine_is_started_in_its_environment(
 
 def test_an_engine_with_other_plugins_is_refused(tmp_path, monkeypatch):
     process = subprocess.Popen
-    answer = MARK + json.dumps({"start_s": 1.0, "pool_tokens": 64, "plugins": ["prefix_attn"]})
+    answer = MARK + json.dumps({"start_s": 1.0, "plugins": ["prefix_attn"]})
     monkeypatch.setattr(
         subprocess, "Popen", lambda _, **kwargs: process(["echo", answer], **kwargs)
     )
     with pytest.raises(EngineError, match=r"\['prefix_attn'\], not \[\]"):
         EngineProcess({}, tmp_path / "stock", product=False).__enter__()
     with EngineProcess({}, tmp_path / "ours") as engine:
-        assert (engine.pool_tokens, engine.plugins) == (64, ["prefix_attn"])
+        assert engine.plugins == ["prefix_attn"]
 
 
 def test_engines_start_together_and_end_with_one_that_fails(tmp_path, monkeypatch):

@@ -120,20 +120,6 @@ def test_a_table_that_nobody_makes_is_named(pages, capsys):
     assert "'speeds': known are times" in capsys.readouterr().err
 
 
-def test_the_table_of_a_trace(printed):
-    times = {"flashinfer": (100.0, 102.0), "prefix": (99.0, 103.0)}
-    rows = [
-        {"backend": backend, "rate": 2.0, "sent": 10, "completed": 9, "input_tokens": 1000,
-         "cached_tokens": 100, "ttft_ms": {}, "each": {"ttft_ms": [ms] * 9, "tpot_ms": [ms] * 9}}
-        for i in range(2) for backend, ms in ((name, of[i]) for name, of in times.items())
-    ]  # fmt: skip
-    text = printed(rows, trace="conversation.jsonl")
-    end = "10.0 % | 18 of 20 |"
-    assert f"| 2 | flashinfer | 101.00 | 101.00 | - | - | {end}" in text
-    ratio = "1.000 (0.971 to 1.030)"  # 99 / 102 to 103 / 100
-    assert f"| 2 | prefix | 101.00 | 101.00 | {ratio} | {ratio} | {end}" in text
-
-
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"meta": {"command": ""}, "rows": []}', b"[1]"])
 def test_a_file_that_is_no_result_is_named(tmp_path, content, capsys):
     path = tmp_path / "odd.json"

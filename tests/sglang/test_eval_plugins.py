@@ -14,7 +14,6 @@ from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.step.preparer import StepPreparer
 from tests.sglang.fake_graph_runner import GraphRunner, assert_prefix
 from tests.sglang.fake_server import Server
-from tests.support.evaluation_process import run_evaluation
 
 _LOAD = """
 import json, sys
@@ -77,25 +76,3 @@ def test_host_times_of_a_backend(tmp_path, monkeypatch):
     assert found["steady_steps"] == 48 - sum(found["plans"].values()) and found["steady_us"] > 0
     later = host_times.read(target, found)
     assert (later["steps"], later["steady_us"]) == ({}, None)
-
-
-@pytest.mark.engine
-@pytest.mark.long
-def test_a_trace_is_replayed_on_an_engine(tmp_path):
-    rows = [
-        (0, 700, 6, [0, 1]), (0, 40, 1, [2]), (900, 1000, 5, [0, 1]),
-        (900, 9000, 5, list(range(18))), (1000, 10, 1, [3]),
-    ]  # fmt: skip
-    names = ("timestamp", "input_length", "output_length", "hash_ids")
-    source, out = tmp_path / "trace.jsonl", tmp_path / "out.json"
-    source.write_text("".join(json.dumps(dict(zip(names, r, strict=True))) + "\n" for r in rows))
-    options = ["--trace", str(source), "--json", str(out), "--pool-tokens", "8192"]
-    options += ["--backends", "prefix", "--rates", "1", "--seconds", "3", "--alternations", "2"]
-    ran = run_evaluation("bench_trace", *options, "--model-shape", "tiny", "--device", "cpu")
-    assert ran.returncode == 0, ran.stdout
-    first, second = json.loads(out.read_text())["rows"]
-    for row in (first, second):
-        assert (row["sent"], row["completed"], row["skipped"]) == (3, 3, 1)
-        assert row["plugins"] == ["prefix_attn"] and row["error"] is None
-        # The third prompt finds the first one's; nothing is left of an earlier replay.
-        assert row["cached_tokens"] == 700

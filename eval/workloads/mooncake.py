@@ -1,6 +1,6 @@
-"""A trace as requests: read, scaled, and a window of it at a wanted rate; pure but for read().
+"""Mooncake's traces as requests: read, scaled, and the first of them; pure but for read().
 
-The format is Mooncake's: one JSON object per line with timestamp (ms), input_length, output_length
+The format: one JSON object per line with timestamp (ms), input_length, output_length
 and hash_ids, one id for each 512 tokens of the prompt. Equal ids stand for equal tokens: each is
 the key of a part of the prompt. Arrivals are in seconds.
 """
@@ -8,7 +8,7 @@ the key of a part of the prompt. Arrivals are in seconds.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -17,14 +17,6 @@ from sgl_prefix_attn.tools.analyze import trace_lines
 
 BLOCK = 512  # prompt tokens behind one hash id
 _FIELDS = "timestamp, input_length, output_length and hash_ids"
-
-
-@dataclass(frozen=True)
-class Window:
-    """Requests of a replay, the first at 0 s; `skipped` of the same stretch were too long."""
-
-    requests: tuple[Request, ...]
-    skipped: int
 
 
 def read(path: str | Path) -> list[Request]:
@@ -57,7 +49,7 @@ def in_blocks(
     )
 
 
-def scale(requests: list[Request], factor: float) -> list[Request]:
+def scaled(requests: list[Request], factor: float) -> list[Request]:
     """Multiply lengths by `factor`, to at least 1; the hash ids, and so what is shared, stay.
 
     Raises ValueError when no token of a block is left."""
@@ -76,34 +68,24 @@ def scale(requests: list[Request], factor: float) -> list[Request]:
     ]
 
 
-def window(
-    requests: list[Request], rate: float, seconds: float, skip: float, longest: int
-) -> Window:
-    """Take the `rate * seconds` requests that follow `skip` seconds of the trace, in `seconds`.
+def first(requests: list[Request], count: int, longest: int) -> list[Request]:
+    """Take the first `count` requests of at most `longest` tokens, prompt and output.
 
-    Their arrivals (see spread) are all multiplied by one number, so the mean rate up to the next
-    request is `rate` and busy stretches stay busy. A request of more than `longest` tokens, prompt
-    and output, is left out. Raises ValueError when the trace is too short.
+    Their arrivals (see spread) are in mean gaps up to the next such request, the first at 0, so
+    busy stretches stay busy. Raises ValueError when the trace is too short.
     """
-    count = round(rate * seconds)
-    if count < 1:
-        raise ValueError(f"rate {rate} for {seconds} s (--rates, --seconds): not one request")
-    later = [request for request in requests if request.at >= skip]
-    fits = [i for i, request in enumerate(later) if request.input + request.output <= longest]
+    fits = [request for request in requests if request.input + request.output <= longest]
     if len(fits) <= count:
         raise ValueError(
-            f"rate {rate} for {seconds} s (--rates, --seconds) needs {count + 1} requests; after "
-            f"{skip} s the trace has {len(fits)} of at most {longest} tokens"
+            f"{count + 1} requests of at most {longest} tokens are needed, the trace has "
+            f"{len(fits)}"
         )
-    arrivals = spread([later[i] for i in fits])
-    first, end = arrivals[0].at, arrivals[count].at
-    if end <= first:
-        raise ValueError(f"the {count + 1} requests after {skip} s arrive all at once: no rate")
-    stretch = count / rate / (end - first)
-    return Window(
-        tuple(replace(r, at=(r.at - first) * stretch) for r in arrivals[:count]),
-        skipped=fits[count] - count,
-    )
+    arrivals = spread(fits)
+    start, end = arrivals[0].at, arrivals[count].at
+    if end <= start:
+        raise ValueError(f"the first {count + 1} requests of the trace arrive all at once")
+    gap = (end - start) / count
+    return [replace(request, at=(request.at - start) / gap) for request in arrivals[:count]]
 
 
 def spread(requests: list[Request]) -> list[Request]:

@@ -1,1 +1,0 @@
-"""A recorded trace replayed against several attention backends: TTFT and TPOT of its requests."""
