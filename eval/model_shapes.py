@@ -27,7 +27,20 @@ _NAMES = {
     "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "glm4_moe": "Glm4Moe",
     "qwen3_next": "Qwen3Next", "gpt_oss": "GptOss", "gemma3_text": "Gemma3",
     "nemotron_h": "NemotronH",
-    "deepseek_v2": "DeepseekV2",
+    "deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3",
+}  # fmt: skip
+
+
+# Latent attention, and layers of experts but the first.
+_LATENT = {
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "rms_norm_eps": 1e-6, "first_k_dense_replace": 1, "moe_layer_freq": 1,
+}  # fmt: skip
+# DeepSeek V3's and Kimi K2's own.
+_SIGMOID_EXPERTS = _LATENT | {
+    "kind": "deepseek_v3", "q_lora_rank": 1536, "moe_intermediate_size": 2048,
+    "n_shared_experts": 1, "num_experts_per_tok": 8, "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid", "norm_topk_prob": True,
 }  # fmt: skip
 
 
@@ -92,14 +105,26 @@ SHAPES = {
         sliding_window_pattern=6, rope_local_base_freq=10000.0, tie_word_embeddings=True,
     ),
     "deepseek-v2-lite": _shape(
-        2048, 10944, 27, 16, 16, 64, 102400, 163840, 1e4, kind="deepseek_v2", rms_norm_eps=1e-6,
-        q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
-        v_head_dim=128, moe_intermediate_size=1408, n_routed_experts=64, n_shared_experts=2,
-        num_experts_per_tok=6, first_k_dense_replace=1, moe_layer_freq=1, n_group=1, topk_group=1,
-        topk_method="greedy", scoring_func="softmax", norm_topk_prob=False,
-        routed_scaling_factor=1.0, rope_scaling={
+        2048, 10944, 27, 16, 16, 64, 102400, 163840, 1e4, kind="deepseek_v2", **_LATENT,
+        q_lora_rank=None, moe_intermediate_size=1408, n_routed_experts=64, n_shared_experts=2,
+        num_experts_per_tok=6, n_group=1, topk_group=1, topk_method="greedy",
+        scoring_func="softmax", norm_topk_prob=False, routed_scaling_factor=1.0, rope_scaling={
             "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096,
             "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707,
+        },
+    ),
+    "deepseek-v3/6-layers": _shape(
+        7168, 18432, 6, 128, 128, 64, 129280, 163840, 1e4, **_SIGMOID_EXPERTS,
+        n_routed_experts=256, n_group=8, topk_group=4, routed_scaling_factor=2.5, rope_scaling={
+            "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096,
+            "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+        },
+    ),
+    "kimi-k2/5-layers": _shape(
+        7168, 18432, 5, 64, 64, 64, 163840, 131072, 5e4, **_SIGMOID_EXPERTS,
+        n_routed_experts=384, n_group=1, topk_group=1, routed_scaling_factor=2.827, rope_scaling={
+            "type": "yarn", "factor": 32, "original_max_position_embeddings": 4096,
+            "beta_fast": 1, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
         },
     ),
     "tiny": _shape(256, 512, 2, 8, 2, 32, 1024, 8192, 1e4, dtype="float32"),
@@ -128,7 +153,7 @@ def one_rank(shape: dict, ranks: int) -> dict:
 _SLICED = {
     "llama3.1-8b": (4,), "llama3.1-70b": (4, 8), "qwen2.5-7b": (4,), "qwen3-8b": (4,),
     "qwen3-30b-a3b": (4,), "glm4.5-air": (4, 8),
-    "qwen3-next-80b": (8,),
+    "qwen3-next-80b": (8,), "deepseek-v3/6-layers": (8,), "kimi-k2/5-layers": (8,),
 }  # fmt: skip
 SHAPES |= {
     f"{name}/tp{ranks}": one_rank(SHAPES[name], ranks)

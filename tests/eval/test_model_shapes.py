@@ -14,7 +14,8 @@ from eval.model_shapes import LLAMAS, SHAPES, one_rank, write_config
         ("qwen3-8b", (32, 8)), ("qwen3-30b-a3b", (32, 4)), ("glm4.5-air", (96, 8)),
         ("glm4.5-air/tp8", (12, 1)), ("gpt-oss-20b/12-layers", (64, 8)),
         ("gemma3-27b/18-layers", (32, 16)), ("nemotron-h-8b", (32, 8)),
-        ("deepseek-v2-lite", (16, 16)), ("qwen3-next-80b/tp8", (2, 1)), ("qwen3.5-9b", (16, 4)),
+        ("deepseek-v2-lite", (16, 16)), ("deepseek-v3/6-layers/tp8", (16, 16)),
+        ("kimi-k2/5-layers/tp8", (8, 8)), ("qwen3-next-80b/tp8", (2, 1)), ("qwen3.5-9b", (16, 4)),
     ],
 )  # fmt: skip
 def test_a_config_is_one_of_its_architecture(tmp_path, shape, heads):
@@ -38,6 +39,8 @@ def test_a_config_is_one_of_its_architecture(tmp_path, shape, heads):
         ("gpt-oss-20b/12-layers", "1, 3, 5, 7, 9, 11 (full attention, 64/8 heads of 64)"),
         ("gemma3-27b/18-layers", "5, 11, 17 (full attention, 32/16 heads of 128)"),
         ("deepseek-v2-lite", "0-26 (full attention, 16/1 heads of 576, 512 latent)"),
+        ("deepseek-v3/6-layers/tp8", "0-5 (full attention, 16/1 heads of 576, 512 latent)"),
+        ("kimi-k2/5-layers/tp8", "0-4 (full attention, 8/1 heads of 576, 512 latent)"),
     ],
 )
 def test_sglang_reads_the_layers_that_run_plans(tmp_path, shape, layers):
