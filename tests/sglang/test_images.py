@@ -1,24 +1,24 @@
-"""A tiny Qwen2.5-VL in engines on a CPU: its language model's steps run prefix kernels, and KV of
-different images is never shared."""
+"""Tiny models that see, in engines on a CPU: their language model's steps run prefix kernels, and
+KV of different images is never shared."""
 
 import pytest
 
 from tests.sglang.engine import PREFIX, STOCK, Config, plain, run_together
 from tests.sglang.scenarios import OPENING, SYSTEM
 from tests.sglang.test_outputs import CHECKED
-from tests.support.qwen_vl import IMAGE_TOKENS, write_model
+from tests.support.qwen_vl import FAMILIES, IMAGE_TOKENS, write_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+@pytest.fixture(scope="module", params=FAMILIES)
+def runs(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("images")
     arguments = {"disable_fast_image_processor": True}  # 0.5.17 runs the fast one on a GPU alone
     # Nodes of so small a model are cheaper merged: naive merges none.
     env = {"PREFIX_ATTN_STRATEGY": "naive", **CHECKED}
     config = Config("images", plain("images"), arguments, env)
-    model = write_model(folder / "model")
+    model = write_model(folder / "model", request.param)
     return run_together({b: (config, b) for b in (STOCK, PREFIX)}, model, folder / "engines")
 
 
