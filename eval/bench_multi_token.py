@@ -11,14 +11,13 @@ from __future__ import annotations
 import sys
 from typing import NamedTuple
 
-import torch
-
 from eval import provenance
 from eval.bench_kernel.case import DTYPE, Case, build_case
 from eval.bench_kernel.oracle import Oracle, some_rows
 from eval.bench_kernel.providers.extend import PROVIDERS
+from eval.bench_kernel.providers.provider import Provider, pick
 from eval.bench_kernel.trees import Tree
-from eval.bench_kernel.turns import measure_in_turn
+from eval.bench_kernel.turns import take_turns
 from eval.cli_values import benchmark, several
 from sgl_prefix_attn.records import HeadConfig
 from sgl_prefix_attn.tools.argument_types import count
@@ -56,14 +55,14 @@ class Workload(NamedTuple):
         return f"{self.tree.name}:{self.tokens}"
 
 
-def bench(workload: Workload, case: Case, names: list[str]) -> list[dict]:
+def bench(workload: Workload, case: Case, providers: list[Provider]) -> list[dict]:
     """Return a row of each provider; a wrong or missing one has a status instead of a time."""
     heads = f"{case.heads.num_qo_heads}/{case.heads.num_kv_heads}"
     known = {"workload": workload.name, "heads": heads}
-    return measure_in_turn(
-        case, Oracle(case, some_rows(case)), [PROVIDERS[name]() for name in names],
-        lambda provider: known | {"provider": provider.name},
-    )  # fmt: skip
+    of_case = case, Oracle(case, some_rows(case))
+    return take_turns(
+        providers, lambda p: known | {"provider": p.name}, lambda p: of_case, case.device
+    )
 
 
 def _text(row: dict, ours: float | None) -> str:
@@ -82,11 +81,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--head-dim", type=count, default=128)
     parser.add_argument("--providers", default=",".join(PROVIDERS), help="joined by commas")
     args = parser.parse_args(argv)
-    names = args.providers.split(",")
     try:
         workloads = [Workload.parse(text) for text in args.workloads.split(";")]
-        if unknown := sorted(set(names) - set(PROVIDERS)):
-            raise ValueError(f"provider {unknown[0]!r}: known are {', '.join(PROVIDERS)}")
+        providers = pick(args.providers.split(","), PROVIDERS)
     except ValueError as error:
         parser.error(str(error))
     meta = provenance.collect("eval.bench_multi_token", argv, device=str(args.device))
@@ -96,15 +93,13 @@ def main(argv: list[str]) -> int:
         for workload in workloads:
             tree, tokens = workload
             case = build_case(tree, heads, 1, DTYPE, args.device, tokens=tokens)
-            found = bench(workload, case, names)
+            found = bench(workload, case, providers)
+            del case  # gigabytes, before the next one is made
             rows += found
             ours = next((row.get("us") for row in found if row["provider"] == "prefix"), None)
             print("\n".join(_text(row, ours) for row in found), flush=True)
             if args.json:
                 provenance.save(args.json, meta, rows)
-            del case
-            if args.device.type == "cuda":
-                torch.cuda.empty_cache()
     return int(any(row["provider"] == "prefix" and row["status"] != "ok" for row in rows))
 
 

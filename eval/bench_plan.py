@@ -117,14 +117,13 @@ def measure(batch: int, levels: int, planner: Planner, repeats: int) -> dict:
         steps.lifetime.invalidate("capture")
         step(fewer)
 
+    def grow() -> None:
+        seq_lens[:] += 1
+
     times = {"scratch": median_ms(scratch, repeats)}
     times["join"] = median_ms(lambda: step(reqs), repeats, before=lambda: step(fewer))
     times["leave"] = median_ms(lambda: step(fewer), repeats, before=lambda: step(reqs))
     step(fewer)
-
-    def grow() -> None:
-        seq_lens[:] += 1
-
     plans_before = sum(steps.counters.plans.values())
     steady = min(repeats, planner.headroom)
     times["steady"] = median_ms(lambda: step(fewer), steady, before=grow)
@@ -138,12 +137,11 @@ def measure(batch: int, levels: int, planner: Planner, repeats: int) -> dict:
 
 
 def median_ms(
-    work: Callable[[], object], repeats: int, before: Callable[[], object] | None = None
+    work: Callable[[], object], repeats: int, before: Callable[[], object] = lambda: None
 ) -> float:
     times = []
     for _ in range(repeats):
-        if before is not None:
-            before()
+        before()
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)

@@ -18,54 +18,57 @@ from eval.bench_kernel.compare_providers import DTYPE_NAMES, Setting, compare
 from eval.bench_kernel.floor import rates_of
 from eval.bench_kernel.providers import STRATEGIES, make_providers
 from eval.bench_kernel.providers.other_cuts import CUTS
+from eval.bench_kernel.providers.provider import Provider
 from eval.bench_kernel.trees import parse_trees
 from eval.cli_values import benchmark, several
 from sgl_prefix_attn.records import HeadConfig
 from sgl_prefix_attn.tools.argument_types import count
 from sgl_prefix_attn.tools.model_heads import parse_heads
 
-_SEED = 0
+SEED = 0
 _PEERS = "prefix,flashinfer,fa3,batchattn,cascade"
 
 
 def main(argv: list[str]) -> int:
     args, settings, providers = _parse(argv)
-    rates = rates_of(args.device)
-    meta = provenance.collect(
-        "eval.bench_kernel", argv, device=str(args.device), seed=_SEED, rates=asdict(rates)
-    )
-    paths = {"fasttree": args.fasttree_path, "pat": args.pat_path}
-    meta["peers"] = {
-        provider.name: provenance.sources(paths[provider.name])
+    folders = {"fasttree": args.fasttree_path, "pat": args.pat_path}
+    peers = {
+        provider.name: provenance.sources(folders[provider.name])
         for provider in providers
-        if paths.get(provider.name)
+        if folders.get(provider.name)
     }
+    return run("eval.bench_kernel", argv, args, settings, providers, peers=peers)
+
+
+def run(
+    module: str, argv: list[str], args: argparse.Namespace, settings: list[Setting],
+    providers: list[Provider], **meta,
+) -> int:  # fmt: skip
+    """Run a command's settings one by one, print and write their rows and a table. Returns 1 where
+    something of ours is wrong, else 0."""
+    rates = rates_of(args.device)
+    meta |= {"device": str(args.device), "seed": SEED, "rates": asdict(rates)}
+    meta = provenance.collect(module, argv, **meta)
     print(
         f"{meta['gpu'] or meta['machine']}: floor at {rates.bandwidth / 1e12:.2f} TB/s and "
         f"{rates.flops / 1e12:.0f} TFLOP/s ({rates.source})"
     )
     rows: list[dict] = []
     for setting in settings:
-        _run_setting(setting, providers, rates, rows)
+        heads = f"{setting.heads.num_qo_heads}/{setting.heads.num_kv_heads}"
+        print(
+            f"\n{setting.tree.name}: {setting.tree.batch_size} requests of "
+            f"{setting.tree.seq_len}, {heads} heads, page size {setting.page_size}",
+            flush=True,
+        )
+        found = {row["provider"]: row for row in compare(setting, providers, rates)}
+        print("\n".join(over_floor.text_row(found, row) for row in found.values()), flush=True)
+        rows += found.values()
         if args.json:
             provenance.save(args.json, meta, rows)
     print("\n" + kernel_tables.markdown(rows))
-    wrong = [r for r in rows if over_floor.is_ours(r["provider"]) and r["status"] != "ok"]
-    wrong = [r for r in wrong if not r["status"].startswith("unsupported")]
-    return 1 if wrong else 0
-
-
-def _run_setting(setting: Setting, providers, rates, rows: list[dict]) -> None:
-    heads = f"{setting.heads.num_qo_heads}/{setting.heads.num_kv_heads}"
-    print(
-        f"\n{setting.tree.name}: {setting.tree.batch_size} requests of {setting.tree.seq_len}, "
-        f"{heads} heads, page size {setting.page_size}",
-        flush=True,
-    )
-    found = {row["provider"]: row for row in compare(setting, providers, rates)}
-    rows += found.values()
-    for row in found.values():
-        print(over_floor.text_row(found, row), flush=True)
+    ours = [row["status"] for row in rows if over_floor.is_ours(row["provider"])]
+    return int(any(not status.startswith(("ok", "unsupported")) for status in ours))
 
 
 def _kv_dtype(text: str) -> torch.dtype:
@@ -98,14 +101,14 @@ def _parse(argv: list[str]):
     try:
         names = args.providers.split(",")
         providers = make_providers(names, args.fasttree_path, args.pat_path)
+        pairs = [parse_heads(text.strip()) for text in args.heads.split(",")]
         settings = [
-            Setting(tree, heads, page, args.device, _SEED, kv_dtype)
-            for heads in [HeadConfig(*parse_heads(text.strip()), args.head_dim)
-                          for text in args.heads.split(",")]
+            Setting(tree, HeadConfig(*pair, args.head_dim), page, args.device, SEED, kv_dtype)
+            for pair in pairs
             for kv_dtype in args.kv_dtype
             for page in args.page_size
             for tree in parse_trees(args.trees)
-        ]  # fmt: skip
+        ]
     except ValueError as error:
         parser.error(str(error))
     return args, settings, providers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -31,7 +31,6 @@ class Case:
     k, v         one [slots, Hkv, D] per layer, in dtype or narrower; slots that no request owns
                  hold NaN; of latent KV v is a view [slots, 1, Dv] of k
     tree         whose requests they are, all equally long; None: of no tree of levels
-    node_slots   its nodes' slots, per level int32 [nodes, length], on the device
     """
 
     paths: PathTable
@@ -46,7 +45,6 @@ class Case:
     k: tuple[torch.Tensor, ...]
     v: tuple[torch.Tensor, ...]
     tree: Tree | None = None
-    node_slots: tuple[torch.Tensor, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -83,16 +81,29 @@ class Case:
     def stock_batch(self) -> StockBatch:
         return StockBatch(
             self.heads, self.dtype, self.kv_dtype, self.page_size, self.seq_lens.cpu(),
-            self.pages(self.req_to_token),
+            self.page_table,
         )  # fmt: skip
 
-    def paged(self, cache: torch.Tensor) -> torch.Tensor:
-        """View a pool as [pages, page_size, Hkv, D]."""
-        return cache.view(-1, self.page_size, self.heads.num_kv_heads, self.heads.head_dim)
+    @property
+    def page_table(self) -> torch.Tensor:
+        """A new int32 [B, pages]: page ids of the requests."""
+        return self.pages(self.req_to_token)
+
+    @property
+    def starts(self) -> torch.Tensor:
+        """int32 [B + 1], on the device: 0, 1, ..., B."""
+        return torch.arange(self.batch_size + 1, dtype=torch.int32, device=self.device)
 
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """View a layer's pools as pages."""
-        return self.paged(self.k[layer]), self.paged(self.v[layer])
+        """View a layer's pools as [pages, page_size, Hkv, D]."""
+        k, v = (x[layer].unflatten(0, (-1, self.page_size)) for x in (self.k, self.v))
+        return k, v
+
+    def node_slots(self, level: int) -> torch.Tensor:
+        """Return slots of the tree's nodes at a level, int32 [nodes, length], on the device."""
+        first = torch.from_numpy(self.tree.first_requests(level)[:-1]).to(self.device)
+        start = sum(self.tree.lengths[:level])
+        return self.req_to_token[first, start : start + self.tree.lengths[level]]
 
     def pages(self, slots: torch.Tensor) -> torch.Tensor:
         """Return page ids int32 [..., pages] of rows of slots [..., tokens]."""
@@ -114,36 +125,26 @@ def num_pools(unique_tokens: int, heads: HeadConfig, itemsize: int) -> int:
 
 
 def build_case(
-    tree: Tree, heads: HeadConfig, page_size: int, dtype: torch.dtype, device: torch.device,
-    seed: int = 0, tokens: int = 1, kv_dtype: torch.dtype | None = None,
-) -> Case:  # fmt: skip
-    """Make the case of a tree whose requests ask for their last `tokens` tokens; the same
-    arguments, the same case on one kind of device. kv_dtype: None like dtype.
+    tree: Tree, heads: HeadConfig, page_size: int, dtype: torch.dtype, device: torch.device, **more
+) -> Case:
+    """Make the case of a tree; `more` of build_batch_case.
 
     Raises ValueError when the tree does not fit the page size.
     """
     if problem := page_problem(tree, page_size):
         raise ValueError(f"tree {tree.name}: {problem}")
-    unique = tree.unique_tokens
-    case = build_batch_case(
-        tree.paths(), unique, heads, page_size, dtype, device, seed, tokens, kv_dtype
-    )
-    starts = np.cumsum((0, *tree.lengths))
-    node_slots = []
-    for level, nodes in enumerate(tree.node_of_request()):
-        # requests below a node are consecutive
-        first = np.searchsorted(nodes, np.arange(tree.counts[level]))
-        of_nodes = case.req_to_token[torch.from_numpy(first).to(device)]
-        node_slots.append(of_nodes[:, starts[level] : starts[level + 1]])
-    return replace(case, tree=tree, node_slots=tuple(node_slots))
+    paths, unique = tree.paths(), tree.unique_tokens
+    return build_batch_case(paths, unique, heads, page_size, dtype, device, tree=tree, **more)
 
 
 def build_batch_case(
     paths: PathTable, unique_tokens: int, heads: HeadConfig, page_size: int, dtype: torch.dtype,
-    device: torch.device, seed: int = 0, tokens: int = 1, kv_dtype: torch.dtype | None = None,
+    device: torch.device, *, seed: int = 0, tokens: int = 1, kv_dtype: torch.dtype | None = None,
+    tree: Tree | None = None,
 ) -> Case:  # fmt: skip
-    """Make the case of requests that may differ in length: pages in random order, page 0 nobody's,
-    random queries and pools."""
+    """Make the case of requests that ask for their last `tokens` tokens and may differ in length:
+    pages in random order, page 0 nobody's, random queries and pools. The same arguments, the same
+    case on one kind of device. kv_dtype: None like dtype."""
     kv_dtype = kv_dtype or dtype
     table, num_slots = slots_of(paths, page_size, device)
     seq_lens = torch.from_numpy(paths.seq_lens.astype(np.int32)).to(device)
@@ -168,5 +169,5 @@ def build_batch_case(
     q = random(paths.seq_lens.size * tokens, heads.num_qo_heads, heads.head_dim)
     return Case(
         paths, tokens, heads, page_size, dtype, device, table, seq_lens, q,
-        k=tuple(pools[:layers]), v=tuple(values),
+        k=tuple(pools[:layers]), v=tuple(values), tree=tree,
     )  # fmt: skip

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from eval.bench_kernel.case import DTYPE, Case, build_case, num_pools
 from eval.bench_kernel.floor import Rates, floor_us, kv_bytes
 from eval.bench_kernel.oracle import Oracle
-from eval.bench_kernel.providers.provider import Provider
+from eval.bench_kernel.providers.provider import Provider, Unsupported
 from eval.bench_kernel.trees import Tree, page_problem
-from eval.bench_kernel.turns import Entry, take_turns
+from eval.bench_kernel.turns import take_turns
 from sgl_prefix_attn.records import HeadConfig
 
 # KV pools of several page sizes that may be in memory at once.
@@ -37,24 +38,7 @@ class Setting:
 def compare(setting: Setting, providers: list[Provider], rates: Rates) -> Iterator[dict]:
     """Yield rows of all providers on one tree."""
     for group in _groups(setting, providers):
-        entries = [_entry(setting, provider, rates) for provider in group]
-        # gigabytes: of this group alone
-        cases: dict[int, Case] = {}
-        oracles: dict[tuple[int, bool], Oracle] = {}
-
-        def case_of(provider: Provider, cases=cases, oracles=oracles) -> tuple[Case, Oracle]:
-            page_size, s = provider.page_size(setting.page_size), setting
-            narrows = provider.narrows and s.kv_dtype != DTYPE
-            if page_size not in cases:
-                cases[page_size] = build_case(
-                    s.tree, s.heads, page_size, DTYPE, s.device, s.seed, kv_dtype=s.kv_dtype
-                )
-            if (page_size, narrows) not in oracles:
-                oracles[page_size, narrows] = Oracle(cases[page_size], narrows=narrows)
-            return cases[page_size], oracles[page_size, narrows]
-
-        take_turns(entries, case_of, setting.device)
-        yield from (entry.row for entry in entries)
+        yield from _rows(setting, group, rates)
 
 
 def _groups(setting: Setting, providers: list[Provider]) -> list[list[Provider]]:
@@ -72,24 +56,41 @@ def _groups(setting: Setting, providers: list[Provider]) -> list[list[Provider]]
     return [[p for p in providers if page_size(p) == size] for size in sizes]
 
 
-def _entry(setting: Setting, provider: Provider, rates: Rates) -> Entry:
-    """Make a row; run_page_size is the provider's own, where it differs from the comparison's."""
-    page_size, status = provider.page_size(setting.page_size), "ok"
-    if reason := provider.available():
-        status = f"unavailable: {reason}"
-    elif problem := page_problem(setting.tree, page_size):
-        status = f"unsupported: {problem}"
-    floor = floor_us(setting.tree, setting.heads, rates, setting.kv_dtype.itemsize)
-    row = {
-        "tree": setting.tree.name,
-        "heads": f"{setting.heads.num_qo_heads}/{setting.heads.num_kv_heads}",
-        "head_dim": setting.heads.head_dim,
-        "page_size": setting.page_size,
-        "dtype": DTYPE_NAMES[setting.kv_dtype],
-        "provider": provider.name,
-        "status": status,
-        "floor_us": round(floor, 3),
+def _rows(setting: Setting, providers: list[Provider], rates: Rates) -> list[dict]:
+    """Make the rows of a group; run_page_size is a provider's own, where it differs from the
+    comparison's. Cases and oracles are gigabytes: they live as long as this call."""
+    s, narrow = setting, setting.kv_dtype != DTYPE
+
+    @cache
+    def case(page_size: int) -> Case:
+        if problem := page_problem(s.tree, page_size):
+            raise Unsupported(problem)
+        return build_case(
+            s.tree, s.heads, page_size, DTYPE, s.device, seed=s.seed, kv_dtype=s.kv_dtype
+        )
+
+    @cache
+    def oracle(page_size: int, narrows: bool) -> Oracle:
+        return Oracle(case(page_size), narrows=narrows)
+
+    def case_of(provider: Provider) -> tuple[Case, Oracle]:
+        page_size = provider.page_size(s.page_size)
+        return case(page_size), oracle(page_size, provider.narrows and narrow)
+
+    def known(provider: Provider) -> dict:
+        page_size = provider.page_size(s.page_size)
+        return shared | {
+            "provider": provider.name,
+            "run_page_size": None if page_size == s.page_size else page_size,
+        }
+
+    shared = {
+        "tree": s.tree.name,
+        "heads": f"{s.heads.num_qo_heads}/{s.heads.num_kv_heads}",
+        "head_dim": s.heads.head_dim,
+        "page_size": s.page_size,
+        "dtype": DTYPE_NAMES[s.kv_dtype],
+        "floor_us": round(floor_us(s.tree, s.heads, rates, s.kv_dtype.itemsize), 3),
         **dict.fromkeys(_MEASURED),
-        "run_page_size": None if page_size == setting.page_size else page_size,
     }
-    return Entry(provider, row)
+    return take_turns(providers, known, case_of, s.device)

@@ -17,15 +17,15 @@ def markdown(rows: list[dict]) -> str:
             f"{heads} heads, head dim {head_dim}, {dtype}, page size {page_size}: "
             "microseconds per layer (time / floor)."
         )
-        parts += [*_kernel_table(trees), *_notes(trees)]
-    return "\n\n".join(parts)
+        parts += [_kernel_table(trees), _notes(trees)]
+    return "\n\n".join(part for part in parts if part)
 
 
-def _kernel_table(trees: dict[str, dict[str, dict]]) -> list[str]:
+def _kernel_table(trees: dict[str, dict[str, dict]]) -> str:
     names = [
         name
         for name in dict.fromkeys(name for rows in trees.values() for name in rows)
-        if any(rows.get(name, {}).get("us") is not None for rows in trees.values())
+        if any(name in rows and rows[name]["us"] is not None for rows in trees.values())
     ]
     lines = []
     for tree, rows in trees.items():
@@ -41,13 +41,13 @@ def _kernel_table(trees: dict[str, dict[str, dict]]) -> list[str]:
         lines.append((f"geometric mean of time / floor, {label}", "", *cells, ""))
     planning = [_plan_cell(trees, name) for name in names]
     lines.append(("host planning of one batch, median", "", *planning, ""))
-    parts = [table(("tree", "floor", *names, "best peer / prefix"), lines)]
+    text = table(("tree", "floor", *names, "best peer / prefix"), lines)
     if stock := by_name.get("best stock"):
-        parts.append(
-            f"Best stock peer of each tree: {_mean_cell(stock, 'all')} over the floor, "
+        text += (
+            f"\n\nBest stock peer of each tree: {_mean_cell(stock, 'all')} over the floor, "
             f"{_mean_cell(stock, 'sharing')} with sharing."
         )
-    return parts
+    return text
 
 
 def _cell(row: dict | None) -> str:
@@ -70,7 +70,7 @@ def _plan_cell(trees: dict[str, dict[str, dict]], name: str) -> str:
     return f"{statistics.median(times):.0f} us" if times else "-"
 
 
-def _notes(trees: dict[str, dict[str, dict]]) -> list[str]:
+def _notes(trees: dict[str, dict[str, dict]]) -> str:
     """Say what the table does not show: reasons, eager timings, other page sizes."""
     notes: dict[str, set[str]] = defaultdict(set)
     for rows in trees.values():
@@ -81,5 +81,4 @@ def _notes(trees: dict[str, dict[str, dict]]) -> list[str]:
                 notes[name].add("timed without a CUDA graph")
             if row["run_page_size"]:
                 notes[name].add(f"run at page size {row['run_page_size']}")
-    lines = [f"- {name}: {'; '.join(sorted(what))}" for name, what in notes.items()]
-    return ["\n".join(lines)] if lines else []
+    return "\n".join(f"- {name}: {'; '.join(sorted(what))}" for name, what in notes.items())

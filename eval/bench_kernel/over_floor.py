@@ -51,13 +51,16 @@ def means(trees: dict[str, dict[str, dict]]) -> list[dict]:
     over = {name: _over_floor(trees, [name]) for name in names}
     if any(name in STOCK for name in names):
         over["best stock"] = _over_floor(trees, STOCK)
-    return [
-        {"provider": name}
-        | _mean("all", list(values.values()))
-        | _mean("sharing", [x for tree, x in values.items() if Tree.parse(tree).has_sharing])
-        for name, values in over.items()
-        if values
-    ]
+    found = []
+    for name, values in over.items():
+        sharing = [x for tree, x in values.items() if Tree.parse(tree).has_sharing]
+        if values:
+            found.append({
+                "provider": name, "all": geometric_mean(values.values()), "num_all": len(values),
+                "sharing": geometric_mean(sharing) if sharing else None,
+                "num_sharing": len(sharing),
+            })  # fmt: skip
+    return found
 
 
 def _over_floor(trees: dict[str, dict[str, dict]], among: Iterable[str]) -> dict[str, float]:
@@ -68,10 +71,6 @@ def _over_floor(trees: dict[str, dict[str, dict]], among: Iterable[str]) -> dict
         for tree, us in best.items()
         if us is not None
     }
-
-
-def _mean(name: str, values: list[float]) -> dict:
-    return {name: geometric_mean(values) if values else None, f"num_{name}": len(values)}
 
 
 def spread(row: dict) -> float:

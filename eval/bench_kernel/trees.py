@@ -41,6 +41,10 @@ class Tree(tree.Tree):
             rows.append(self.parent(level, rows[-1]))
         return np.stack(rows[::-1])
 
+    def first_requests(self, level: int) -> np.ndarray:
+        """Return int64 [nodes + 1]: where each node's requests, which are consecutive, begin."""
+        return np.searchsorted(self.node_of_request()[level], np.arange(self.counts[level] + 1))
+
 
 def parse_trees(spec: str) -> list[Tree]:
     """Parse `pat20`, or trees separated by `;`. Raises ValueError for a tree that does not parse

@@ -43,7 +43,7 @@ class Candidate:
         self._judge([runnable.run(layer) for layer in range(case.num_layers)], "planned again")
         _poison(outs)
         self._timer = LayerTimer(runnable.run, case.num_layers, case.device, provider.capturable)
-        self.measured |= {"timing": self._timer.kind} | getattr(runnable, "facts", {})
+        self.measured |= {"timing": self._timer.kind} | runnable.facts
         self.judge_replay("captured")
 
     def us(self) -> float:
@@ -82,12 +82,7 @@ def _poison(outs: list[torch.Tensor]) -> None:
 @dataclass
 class Entry:
     """A provider in a comparison and its row of the result file; `candidate` only while there is
-    something left to do with it.
-
-    row["status"] is "ok", or "wrong", "unavailable", "unsupported", "failed" followed by the
-    reason. Only where it is "ok" the row gets us, microseconds per layer, the median over the
-    rounds, us_rounds, each round's median, and what the candidate measured.
-    """
+    something left to do with it."""
 
     provider: Provider
     row: dict
@@ -100,17 +95,24 @@ class Entry:
 
 
 def take_turns(
-    entries: list[Entry], case_of: Callable[[Provider], tuple[Case, Oracle]],
-    device: torch.device, facts: Callable[[Runnable], dict] = lambda runnable: {},
-) -> None:  # fmt: skip
-    """Prepare and judge all entries that are ok, time them round by round, judge what was timed.
+    providers: Iterable[Provider], known: Callable[[Provider], dict],
+    case_of: Callable[[Provider], tuple[Case, Oracle]], device: torch.device,
+    facts: Callable[[Runnable], dict] = lambda runnable: {},
+) -> list[dict]:  # fmt: skip
+    """Prepare and judge all providers, time them round by round, judge what was timed. Returns
+    their rows: what is `known` before the run, then the status, "ok" or "wrong", "unavailable",
+    "unsupported", "failed" followed by the reason. Only where it is "ok" a row gets us,
+    microseconds per layer, the median over the rounds, us_rounds, each round's median, what the
+    candidate measured, and `facts` of what was timed.
 
-    Candidates live only as long as this call: they are gigabytes. `facts` of what was timed are
-    added to its row.
+    Candidates live only as long as this call: they are gigabytes.
     """
 
     def prepare(entry: Entry) -> None:
         entry.candidate = Candidate(entry.provider, *case_of(entry.provider))
+
+    def time_round(entry: Entry) -> None:
+        entry.us_rounds.append(entry.candidate.us())
 
     def finish(entry: Entry) -> None:
         candidate = entry.candidate
@@ -118,29 +120,17 @@ def take_turns(
         times = {"us": statistics.median(entry.us_rounds), "us_rounds": entry.us_rounds}
         entry.end("ok", **times | candidate.measured | facts(candidate.runnable))
 
-    def each(step: Callable[[Entry], None], order: list[Entry]) -> None:
-        for entry in order:
-            if entry.row["status"] == "ok":
-                _attempt(step, entry, device)
-
-    each(prepare, entries)
-    for i in range(ROUNDS):
-        each(lambda entry: entry.us_rounds.append(entry.candidate.us()), entries[:: (-1) ** i])
-    each(finish, entries)
-
-
-def measure_in_turn(
-    case: Case, oracle: Oracle, providers: Iterable[Provider], known: Callable[[Provider], dict],
-    facts: Callable[[Runnable], dict] = lambda runnable: {},
-) -> list[dict]:  # fmt: skip
-    """Return the rows of providers on one case; `known` of a row is known before the run. A wrong
-    or missing provider has a status instead of a time."""
     entries = []
     for provider in providers:
         reason = provider.available()
         status = f"unavailable: {reason}" if reason else "ok"
         entries.append(Entry(provider, known(provider) | {"status": status}))
-    take_turns(entries, lambda provider: (case, oracle), case.device, facts)
+    # Every other round is in the reverse order.
+    rounds = [(time_round, entries[:: (-1) ** i]) for i in range(ROUNDS)]
+    for step, order in [(prepare, entries), *rounds, (finish, entries)]:
+        for entry in order:
+            if entry.row["status"] == "ok":
+                _attempt(step, entry, device)
     return [entry.row for entry in entries]
 
 

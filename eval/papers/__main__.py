@@ -34,7 +34,13 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     try:
         experiments = find(args.names)
-        _check(args, experiments)
+        others = [e for e in experiments if e.derive]
+        if args.source and (len(experiments) > 1 or not others):
+            raise ValueError("--from goes with one experiment that another benchmark measures")
+        if others and not args.source:
+            raise ValueError(f"{others[0].name}: needs --from, a result file of {others[0].source}")
+        if any(e.runs for e in experiments) and not torch.cuda.is_available():
+            raise ValueError("kernels are timed on an NVIDIA GPU")
         if args.source:
             rows, meta = _derived(experiments[0], args.source, argv)
     except (OSError, ValueError) as error:
@@ -72,30 +78,16 @@ def _measured(experiments: list[Experiment], args, argv) -> tuple[list[dict], di
         for run in e.runs:
             found = measure.measure(run, rates, DTYPE, device)
             rows += [{"experiment": e.name, **row} for row in found]
-            print(_line(e.name, found), flush=True)
+            times = (
+                f"{row['provider']} " + (f"{row['us']:.1f}" if "us" in row else row["status"])
+                for row in found
+            )
+            heads, batch = found[0]["heads"], found[0]["batch"]
+            print(f"{e.name}  {heads:5} {batch}: {'  '.join(times)}", flush=True)
             if args.json:
                 provenance.save(args.json, meta, rows)
     counted = [{"experiment": e.name, **row} for e in experiments if e.count for row in e.count()]
     return rows + counted, meta
-
-
-def _line(name: str, rows: list[dict]) -> str:
-    times = "  ".join(
-        f"{row['provider']} " + (f"{row['us']:.1f}" if "us" in row else row["status"])
-        for row in rows
-    )
-    return f"{name}  {rows[0]['heads']:5} {rows[0]['batch']}: {times}"
-
-
-def _check(args, experiments: list[Experiment]) -> None:
-    """Raise ValueError for experiments that cannot be had as they were asked for."""
-    others = [e for e in experiments if e.derive]
-    if args.source and (len(experiments) > 1 or not others):
-        raise ValueError("--from goes with one experiment that another benchmark measures")
-    if others and not args.source:
-        raise ValueError(f"{others[0].name}: needs --from, a result file of {others[0].source}")
-    if any(e.runs for e in experiments) and not torch.cuda.is_available():
-        raise ValueError("kernels are timed on an NVIDIA GPU")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,6 @@ def serving(rows: list[dict]) -> list[dict]:
             "status": "ok" if all(r["completed"] == r["sent"] for r in mine) else "not completed",
             "tpot_ms": statistics.median(r["tpot_ms"]["p50"] for r in mine),
             "ttft_ms": statistics.median(r["ttft_ms"]["mean"] for r in mine),
-            "e2e_ms": statistics.median(r["e2e_ms"]["mean"] for r in mine),
             "planning_share": _planning_share(mine),
         }
         for (load, backend), mine in starts.items()
@@ -71,25 +70,19 @@ def merge_bytes(num_partials: int, heads: HeadConfig) -> int:
     return num_partials * heads.num_qo_heads * (2 * heads.head_dim + 8)
 
 
-def peak_kv_bytes(prompt: int, shared: int, completion: int, batch: int, token_bytes: int) -> int:
-    """Count the KV bytes of running requests halfway through their completions, over all layers;
-    `shared` tokens of their prompts are held once."""
-    return token_bytes * (shared + batch * (prompt - shared + completion // 2))
-
-
 def memory() -> list[dict]:
-    """Count ChunkAttention's Table 4 (section 4.2): its peak batches, and 32 requests with both."""
+    """Count ChunkAttention's Table 4 (section 4.2), its peak batches, and 32 requests with both: KV
+    halfway through all completions. Shared prompts are held once."""
     prompt, completion = 4096, 512
     sets = (("peak batch", 16, 11), ("32 requests", 32, 32))
     models = (("Llama2-7B", LLAMA2_TOKEN_BYTES), ("Llama-3.1-8B", LLAMA3_TOKEN_BYTES))
     return [
-        {
-            "batch": f"{model}, {name}",
-            "provider": provider,
-            "status": "counted",
-            "kv_gb": peak_kv_bytes(prompt, shared, completion, batch, token_bytes) / 1e9,
-        }
+        {"batch": f"{model}, {name}", "provider": provider, "status": "counted",
+         "kv_gb": token_bytes * tokens / 1e9}
         for model, token_bytes in models
         for name, apart, together in sets
-        for provider, shared, batch in (("copies", 0, apart), ("shared", prompt, together))
-    ]
+        for provider, tokens in (
+            ("copies", apart * (prompt + completion // 2)),
+            ("shared", prompt + together * (completion // 2)),
+        )
+    ]  # fmt: skip

@@ -25,8 +25,16 @@ from eval.papers.experiment import (
 _FEW = ("1,256_256,32", "1,2,64_1024,256,256", "1,4,16,512_1024,256,128,32", "256_1024")
 _STOCK = ("flashinfer", "fa3")
 _OURS = ("calibrated",)
+_THEIRS = "1.58, 1.00, 1.30, 1.05, 1.16"
 
-PAT = (
+
+def _chunk(shared: int, completion: int = 64, batch: int = 32, prompt: int = 2048) -> str:
+    return completing(prompt, shared, completion, batch)
+
+
+_4096 = _chunk(4096, prompt=4096)
+
+_ALL = (
     Experiment(
         "pat-kernels", "PAT, Figure 9, section 8.3",
         (
@@ -102,9 +110,6 @@ PAT = (
         source="python -m eval.bench_serving --backends default,prefix "
         "--loads agent,conversation --rates inf,70%",
     ),
-)
-
-PACKINFER = (
     Experiment(
         "packinfer-loads", "PackInfer, Figures 1, 6 and 10, sections 2.2 and 4",
         (
@@ -123,10 +128,6 @@ PACKINFER = (
         "whose size could be varied (Figure 10).",
         runs_of(batches.mixes(), LLAMA3),
     ),
-)
-
-_THEIRS = "1.58, 1.00, 1.30, 1.05, 1.16"
-PERSISTENTKV = (
     Experiment(
         "persistentkv-single", "PersistentKV, Table 1, section 4.2",
         (
@@ -160,15 +161,6 @@ PERSISTENTKV = (
         "engine's (`eval.bench_engine`).",
         runs_of(batches.active_sets(), LLAMA3, page_size=16, count_launches=True),
     ),
-)
-
-
-def _chunk(shared: int, completion: int = 64, batch: int = 32, prompt: int = 2048) -> str:
-    return completing(prompt, shared, completion, batch)
-
-
-_4096 = _chunk(4096, prompt=4096)
-CHUNKATTENTION = (
     Experiment(
         "chunkattention-prefixes", "ChunkAttention, Table 3, section 4.1",
         (
@@ -234,9 +226,6 @@ CHUNKATTENTION = (
         "not repeated: at such rates an H200 decodes few requests at once.",
         count=derived.memory,
     ),
-)
-
-PREFETCH = (
     Experiment(
         "prefetch-outputs", "Asynchronous prefetching, Figure 4 (batch x output)",
         (
@@ -271,10 +260,7 @@ PREFETCH = (
     ),
 )
 
-EXPERIMENTS: dict[str, Experiment] = {
-    experiment.name: experiment
-    for experiment in (*PAT, *PACKINFER, *PERSISTENTKV, *CHUNKATTENTION, *PREFETCH)
-}
+EXPERIMENTS: dict[str, Experiment] = {experiment.name: experiment for experiment in _ALL}
 # What needs nothing but a GPU.
 GROUPS = {"kernels": tuple(e for e in EXPERIMENTS.values() if e.derive is None)}
 
@@ -284,8 +270,8 @@ def find(names: list[str]) -> list[Experiment]:
 
     Raises ValueError naming one that does not exist.
     """
-    if unknown := [name for name in names if name not in GROUPS and name not in EXPERIMENTS]:
-        known = ", ".join([*GROUPS, *EXPERIMENTS])
-        raise ValueError(f"experiment {unknown[0]!r}: known are {known}")
-    chosen = [e for name in names for e in GROUPS.get(name) or (EXPERIMENTS[name],)]
-    return list({e.name: e for e in chosen}.values())
+    known = GROUPS | {name: (experiment,) for name, experiment in EXPERIMENTS.items()}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"experiment {name!r}: known are {', '.join(known)}")
+    return list({e.name: e for name in names for e in known[name]}.values())

@@ -11,8 +11,8 @@ from eval.bench_kernel.case import Case, build_batch_case
 from eval.bench_kernel.floor import Rates, floor_us
 from eval.bench_kernel.oracle import Oracle, some_rows
 from eval.bench_kernel.providers import make_providers
-from eval.bench_kernel.providers.planned import ServerRunnable
-from eval.bench_kernel.turns import measure_in_turn
+from eval.bench_kernel.providers.planned import PlannedRunnable
+from eval.bench_kernel.turns import take_turns
 from eval.papers.derived import merge_bytes
 from eval.papers.experiment import Run
 from sgl_prefix_attn.predict import store
@@ -40,14 +40,14 @@ def measure(
 
     def facts(runnable) -> dict:
         found = {"launches": count_kernels(runnable.run)} if run.count_launches else {}
-        if isinstance(runnable, ServerRunnable):
+        if isinstance(runnable, PlannedRunnable):
             found["server_runs"] = _server_runs(case, runnable)
             found["merge_bytes"] = merge_bytes(runnable.stats.num_partials, case.heads)
         return found
 
-    oracle = Oracle(case, some_rows(case))
-    return measure_in_turn(
-        case, oracle, make_providers(names), lambda p: row(run, p.name, rates), facts
+    of_case = case, Oracle(case, some_rows(case))
+    return take_turns(
+        make_providers(names), lambda p: row(run, p.name, rates), lambda p: of_case, device, facts
     )
 
 
@@ -62,7 +62,7 @@ def row(run: Run, provider: str, rates: Rates) -> dict:
     }  # fmt: skip
 
 
-def _server_runs(case: Case, made: ServerRunnable) -> str:
+def _server_runs(case: Case, made: PlannedRunnable) -> str:
     """Return the variant of a server's decision on the case's batch."""
     predictor = None
     if case.device.type == "cuda":

@@ -36,7 +36,8 @@ def markdown(rows: list[dict]) -> str:
         lines.append(("" if name in seen else place, *cells))
         seen.add(name)
     commands = "\n".join(f"- `{e.command}`\n  {e.missing}" for e, _ in _by_experiment(rows))
-    return "\n\n".join([table(COLUMNS, lines), *_problems(rows), commands])
+    parts = table(COLUMNS, lines), _problems(rows), commands
+    return "\n\n".join(part for part in parts if part)
 
 
 def _by_experiment(rows: list[dict]) -> list[tuple[Experiment, list[dict]]]:
@@ -50,12 +51,10 @@ def _by_experiment(rows: list[dict]) -> list[tuple[Experiment, list[dict]]]:
     ]
 
 
-def _problems(rows: list[dict]) -> list[str]:
+def _problems(rows: list[dict]) -> str:
     """List rows that have no time for a reason of their own."""
-    fine = ("ok", "counted")
-    bad = [row for row in rows if row["status"] not in fine]
-    lines = [
+    return "\n".join(
         f"- `{row['experiment']}`, `{row['batch']}`, {row['provider']}: {row['status']}"
-        for row in bad
-    ]
-    return ["\n".join(lines)] if lines else []
+        for row in rows
+        if row["status"] not in ("ok", "counted")
+    )

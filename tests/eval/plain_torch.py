@@ -3,23 +3,17 @@
 import torch
 
 from eval.bench_kernel.oracle import attend
-from eval.bench_kernel.providers.provider import Provider
+from eval.bench_kernel.providers.provider import Provider, Runnable
 
 
-class PlainTorchRunnable:
-    def __init__(self, case):
-        self._case = case
-
-    def plan(self):
-        """Do nothing."""
-
-    def run(self, layer):
-        case = self._case
-        return attend(case, case.k[layer], case.v[layer], torch.float32, case.dtype)
+def plain_torch(case):
+    return Runnable(
+        lambda layer: attend(case, case.k[layer], case.v[layer], torch.float32, case.dtype)
+    )
 
 
 class PlainTorch(Provider):
     needs_cuda = False
 
     def __init__(self, name="torch"):
-        super().__init__(name, "torch", PlainTorchRunnable)
+        super().__init__(name, "torch", plain_torch)

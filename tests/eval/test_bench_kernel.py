@@ -67,7 +67,7 @@ def test_cases_permute_whole_pages_and_share_them(page_size):
     assert rows.shape == (4, tree.seq_len) and (rows[:, :64] == rows[0, :64]).all()
     assert (rows[0, 64:192] == rows[1, 64:192]).all() and (rows[1, 64:192] != rows[2, 64:192]).all()
     # Each slot has one owner, page 0 none, and a page holds consecutive tokens.
-    used = np.concatenate([slots.numpy().ravel() for slots in case.node_slots])
+    used = np.concatenate([case.node_slots(level).numpy().ravel() for level in range(3)])
     assert len(np.unique(used)) == len(used) == tree.unique_tokens and used.min() >= page_size
     assert set(used) == set(rows.ravel())
     assert (rows % page_size == np.arange(tree.seq_len) % page_size).all()

@@ -7,7 +7,7 @@ import torch
 
 from eval import provenance
 from eval.bench_kernel.case import build_case
-from eval.bench_kernel.providers.planned import PlannedRunnable
+from eval.bench_kernel.providers.planned import PlannedRunnable, Server
 from eval.bench_multi_token import Workload, bench, main
 from sgl_prefix_attn.records import HeadConfig
 
@@ -54,7 +54,7 @@ def test_wrong_outputs_have_no_time(spoil, says, monkeypatch):
         return out
 
     monkeypatch.setattr(PlannedRunnable, "run", run)
-    (row,) = bench(workload, case, ["prefix"])
+    (row,) = bench(workload, case, [Server()])
     assert row["status"].startswith("wrong: ") and says in row["status"] and "us" not in row
 
 

@@ -12,6 +12,7 @@ from eval.bench_kernel.case import build_case
 from eval.bench_kernel.compare_providers import compare
 from eval.bench_kernel.oracle import attend
 from eval.bench_kernel.providers import make_providers
+from eval.bench_kernel.providers.provider import Runnable
 from eval.bench_kernel.turns import Candidate, Entry
 from sgl_prefix_attn.engine.determinism import PART_TOKENS
 from sgl_prefix_attn.execute import row_sums
@@ -67,7 +68,7 @@ class Narrowing(PlainTorch):
             arguments = case.k[layer], case.v[layer], torch.float32, case.dtype
             return attend(case, *arguments, narrow=case.kv_dtype)
 
-        return types.SimpleNamespace(run=run, plan=lambda: None)
+        return Runnable(run)
 
 
 def test_a_narrow_cache_is_half_the_floor_and_is_read_as_it_is():
@@ -278,7 +279,7 @@ def test_fa3_reads_one_schedule_for_all_layers_that_a_plan_renews_in_place(
     monkeypatch.setitem(sys.modules, "sgl_kernel", types.SimpleNamespace(flash_attn=module))
     monkeypatch.setitem(sys.modules, "sgl_kernel.flash_attn", module)
     setting = setting_of("1,4_32,16", page_size=16)
-    case = build_case(setting.tree, HEADS, 16, torch.bfloat16, setting.device, seed=0)
+    case = build_case(setting.tree, HEADS, 16, torch.bfloat16, setting.device)
     runnable = make_providers([provider])[0].prepare(case)
     for layer in (0, 1):
         runnable.run(layer)
@@ -298,7 +299,7 @@ def test_providers_of_this_library_are_told_apart():
     names = ["prefix", "prefix:portable", "prefix:pat", "prefix:merged", "prefix:hopper"]
     providers = make_providers(names)
     assert [provider.name for provider in providers] == names
-    case = build_case(setting_of("1,4_640,16").tree, HEADS, 1, torch.float32, CPU, 0)
+    case = build_case(setting_of("1,4_640,16").tree, HEADS, 1, torch.float32, CPU)
     made = [provider.prepare(case) for provider in providers[:4]]
     assert all(torch.allclose(made[0].run(0), other.run(0), atol=1e-5) for other in made[1:])
     assert made[2].facts["num_partials"] > made[3].facts["num_partials"], "nodes are split off"
@@ -317,7 +318,7 @@ def test_the_deterministic_mode_is_judged_as_every_provider(monkeypatch):
     rows = list(compare(setting, [invariant, default], H100))
     assert [row["status"] for row in rows] == ["ok", "ok"]
     assert rows[0]["num_items"] > rows[0]["tiles"] and rows[0]["family"] == "portable"
-    case = build_case(setting.tree, HEADS, 1, torch.bfloat16, CPU, 0)
+    case = build_case(setting.tree, HEADS, 1, torch.bfloat16, CPU)
     assert invariant.prepare(case).planner.part_tokens == 128
     monkeypatch.setattr(row_sums, "merged", lambda parts: parts[0])
     (row,) = compare(setting, [invariant], H100)
@@ -325,7 +326,7 @@ def test_the_deterministic_mode_is_judged_as_every_provider(monkeypatch):
 
 
 def test_a_deterministic_servers_parts_are_timed():
-    case = build_case(setting_of("1,4_2040,16").tree, HEADS, 1, torch.float32, CPU, 0)
+    case = build_case(setting_of("1,4_2040,16").tree, HEADS, 1, torch.float32, CPU)
     made = make_providers(["prefix:invariant"])[0].prepare(case)
     assert made.stats.num_items > made.stats.num_tiles
     assert made.planner.part_tokens == PART_TOKENS

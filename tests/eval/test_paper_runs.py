@@ -15,9 +15,9 @@ from eval.bench_kernel.case import build_batch_case, build_case
 from eval.bench_kernel.floor import Rates
 from eval.bench_kernel.oracle import Oracle, Wrong, attend_rows, some_rows
 from eval.bench_kernel.providers import planned
-from eval.bench_kernel.providers.fa3 import FlashAttention3Runnable
-from eval.bench_kernel.providers.flashinfer import FlashInferDecodeRunnable
-from eval.bench_kernel.providers.planned import ServerRunnable
+from eval.bench_kernel.providers.fa3 import flash_attention3
+from eval.bench_kernel.providers.flashinfer import flashinfer_decode
+from eval.bench_kernel.providers.planned import PlannedRunnable
 from eval.bench_kernel.trees import Tree
 from eval.papers import __main__ as command
 from eval.papers import measure
@@ -55,7 +55,7 @@ def test_every_provider_has_a_row_and_ours_is_judged_and_timed(small):
         assert row["status"].startswith("unavailable: needs an NVIDIA GPU") and "us" not in row
 
 
-class Faulty(ServerRunnable):
+class Faulty(PlannedRunnable):
     """Adds to one value of the longest request from the `good`th call on."""
 
     good = 0
@@ -76,7 +76,7 @@ class Faulty(ServerRunnable):
     ("good", "status"), [(0, "wrong: first run, layer 0: "), (12, "wrong: timed, layer 0: ")]
 )
 def test_a_wrong_output_has_no_time(small, monkeypatch, good, status):
-    monkeypatch.setattr(planned, "ServerRunnable", Faulty)
+    monkeypatch.setattr(planned, "PlannedRunnable", Faulty)
     monkeypatch.setattr(Faulty, "good", good)
     (row,) = measure.measure(Run(RAGGED, HEADS), RATES, torch.bfloat16, CPU, ("prefix",))
     assert row["status"].startswith(status) and "us" not in row
@@ -86,7 +86,7 @@ def test_what_a_kernel_raises_is_its_row(small, monkeypatch):
     def breaks(self, case):
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(ServerRunnable, "__init__", breaks)
+    monkeypatch.setattr(PlannedRunnable, "__init__", breaks)
     (row,) = measure.measure(Run(RAGGED, HEADS), RATES, torch.bfloat16, CPU, ("prefix",))
     assert row["status"] == "failed: RuntimeError: no such kernel"
 
@@ -170,7 +170,7 @@ def test_flashinfer_is_planned_with_every_requests_length(monkeypatch, ragged, p
         made = ragged_case(page_size)
     else:
         made = build_case(Tree.parse("1,3_32,21"), HEADS, page_size, torch.bfloat16, CPU)
-    runnable, oracle = FlashInferDecodeRunnable(made), Oracle(made, some_rows(made))
+    runnable, oracle = flashinfer_decode(made), Oracle(made, some_rows(made))
     outs = [runnable.run(layer).clone() for layer in range(made.num_layers)]
     assert oracle.judge(outs, "all") <= 2 * oracle.error_torch
     with pytest.raises(Wrong, match="layer 0"):  # another layer's KV is noticed
@@ -186,7 +186,7 @@ def test_fa3_is_called_with_every_requests_length(monkeypatch):
     monkeypatch.setitem(sys.modules, "sgl_kernel", types.SimpleNamespace(flash_attn=module))
     monkeypatch.setitem(sys.modules, "sgl_kernel.flash_attn", module)
     made = ragged_case(16)
-    FlashAttention3Runnable(made).run(0)
+    flash_attention3(made).run(0)
     schedule, call = given
     assert (schedule["batch_size"], schedule["max_seqlen_k"]) == (4, 130)
     assert call["cache_seqlens"].tolist() == [1, 63, 37, 130]

@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import torch
 
 from eval.bench_kernel.case import Case
-from eval.bench_kernel.providers.provider import Provider, Unsupported
+from eval.bench_kernel.providers.provider import Provider, Runnable, Unsupported
 
 _SOURCE = "kernel_bench/fasttree.py"
 # The artifact's own settings (kernel_bench/benchmark.py): query tiles by GQA group size.
@@ -29,6 +30,15 @@ class FastTree(Provider):
     def __init__(self, path: str | None):
         self._path = None if path is None else Path(path) / _SOURCE
 
+    def load(self) -> ModuleType:
+        name = "fasttree_artifact"
+        if name not in sys.modules:
+            spec = importlib.util.spec_from_file_location(name, self._path)
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[name] = module
+            spec.loader.exec_module(module)
+        return sys.modules[name]
+
     def available(self) -> str | None:
         if self._path is None:
             return "needs --fasttree-path"
@@ -36,78 +46,58 @@ class FastTree(Provider):
             return f"no {_SOURCE} under --fasttree-path"
         return None if torch.cuda.is_available() else "needs an NVIDIA GPU"
 
-    def prepare(self, case: Case) -> FastTreeRunnable:
-        if case.tree.counts[0] != 1:
+    def prepare(self, case: Case) -> Runnable:
+        tree, group_size = case.tree, case.heads.group_size
+        if tree.counts[0] != 1:
             raise Unsupported("trees with more than one root")
-        if case.heads.group_size not in _QUERY_TILES:
-            raise Unsupported(f"group size {case.heads.group_size}")
-        return FastTreeRunnable(case, _load(self._path))
-
-
-class FastTreeRunnable:
-    def __init__(self, case: Case, module: ModuleType):
-        self._case = case
-        self._module = module
-        self._out = case.new_out()
+        if group_size not in _QUERY_TILES:
+            raise Unsupported(f"group size {group_size}")
+        module, outs, step = self.load(), case.new_out(), ()
         # Its KV pool is contiguous, node after node; ours is permuted.
-        self._slots = torch.cat([slots.reshape(-1) for slots in case.node_slots])
-        self.plan()
+        own = torch.cat([case.node_slots(level).flatten() for level in range(len(tree.counts))])
 
-    def plan(self) -> None:
-        case = self._case
-        params = self._module.FastTreeParams()
-        params.set_values(*_COSTS)
-        params.set_q_tile_sizes(list(_QUERY_TILES[case.heads.group_size]))
-        params.set_kv_tile_sizes(list(_KV_TILES))
-        params.set_kv_group_num(case.heads.group_size)
-        nodes, offsets = _tree_info(case)
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints its progress
-            aux, _ = self._module.fasttree_preparation(
-                nodes, offsets, case.tree.batch_size, *case.head_sizes, list(_KV_SPLITS),
-                *[list(x) for x in _PARALLELISM], params,
-            )  # fmt: skip
-        entries = aux[0]
-        slots = torch.where(entries >= 0, self._slots[entries.clamp(min=0).long()], entries)
-        self._aux = (slots, *aux[1:])
-        # Preparation may have changed the tiles: running with those it was given drops queries.
-        self._tiles = (params.TSQs, params.TSKs)
+        def plan() -> None:
+            nonlocal step
+            params = module.FastTreeParams()
+            params.set_values(*_COSTS)
+            params.set_q_tile_sizes(list(_QUERY_TILES[group_size]))
+            params.set_kv_tile_sizes(list(_KV_TILES))
+            params.set_kv_group_num(group_size)
+            nodes, offsets = _tree_info(case)
+            with contextlib.redirect_stdout(io.StringIO()):  # it prints its progress
+                (entries, *aux), _ = module.fasttree_preparation(
+                    nodes, offsets, tree.batch_size, *case.head_sizes, list(_KV_SPLITS),
+                    *[list(x) for x in _PARALLELISM], params,
+                )  # fmt: skip
+            slots = torch.where(entries >= 0, own[entries.clamp(min=0).long()], entries)
+            # Preparation may have changed the tiles: running with those it was given drops queries.
+            step = (slots, *aux, params.TSQs, params.TSKs)
 
-    def run(self, layer: int) -> torch.Tensor:
-        case = self._case
-        self._module.fasttree_decode(
-            case.q, case.k[layer], case.v[layer], self._out[layer], *self._aux, *self._tiles,
-            case.sm_scale,
-        )  # fmt: skip
-        return self._out[layer]
+        def run(layer: int) -> torch.Tensor:
+            k, v, out = case.k[layer], case.v[layer], outs[layer]
+            module.fasttree_decode(case.q, k, v, out, *step, case.sm_scale)
+            return out
 
-
-def _load(path: Path) -> ModuleType:
-    name = "fasttree_artifact"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[name]
+        plan()
+        return Runnable(run, plan)
 
 
 def _tree_info(case: Case) -> tuple[list[SimpleNamespace], list[int]]:
     """Return nodes in level order with the fields that FastTree reads, and their KV offsets."""
     tree = case.tree
-    first = [sum(tree.counts[:level]) for level in range(len(tree.counts) + 1)]
-    nodes, offsets = [], [0]
-    for level, (count, length) in enumerate(zip(tree.counts, tree.lengths, strict=True)):
-        for node in range(count):
-            parent = first[level - 1] + tree.parent(level, node) if level else -1
-            if level:
-                nodes[parent].num_children += 1
-            nodes.append(
-                SimpleNamespace(
-                    parent=parent, id=len(nodes), seqlen=length, num_children=0, requests=[]
-                )
-            )
-            offsets.append(offsets[-1] + length)
-    for level, row in enumerate(tree.node_of_request().tolist()):
-        for request, node in enumerate(row):
-            nodes[first[level] + node].requests.append(request)
-    return nodes, offsets
+    # The last level is the requests' own.
+    parents = [*case.paths.parent.tolist(), *case.paths.leaf.tolist()]
+    lengths = np.repeat(tree.lengths, tree.counts)
+    nodes = [
+        SimpleNamespace(parent=parent, id=i, seqlen=length, num_children=0, requests=[])
+        for i, (parent, length) in enumerate(zip(parents, lengths.tolist(), strict=True))
+    ]
+    for parent in parents:
+        if parent >= 0:
+            nodes[parent].num_children += 1
+    for request in range(tree.batch_size):
+        node = len(nodes) - tree.batch_size + request
+        while node >= 0:
+            nodes[node].requests.append(request)
+            node = parents[node]
+    return nodes, [0, *np.cumsum(lengths).tolist()]

@@ -13,7 +13,7 @@ import torch
 from eval.bench_kernel.case import Case
 from eval.bench_kernel.providers.fa3 import FlashAttention3
 from eval.bench_kernel.providers.planned import Server
-from eval.bench_kernel.providers.provider import Provider
+from eval.bench_kernel.providers.provider import Provider, Runnable
 from sgl_prefix_attn.tools.calibrate.stock_decode import FlashAttention3LatentDecode
 
 _WORKSPACE_BYTES = 256 << 20
@@ -27,82 +27,50 @@ _FLASH_MLA = (
 )
 
 
-class _Latent:
-    """Queries and caches in two parts, values and rope, as these kernels take them."""
-
-    def __init__(self, case: Case):
-        self.case, self.dim = case, case.heads.value_dim
-        self.q, self.rope = (x.contiguous() for x in self._parts(case.q))
-        self.pages = case.pages(case.req_to_token)
-        self.starts = torch.arange(case.batch_size + 1, dtype=torch.int32, device=case.device)
-
-    def _parts(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return x[..., : self.dim], x[..., self.dim :]
-
-    def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of pages [pages, page_size, 1, ...]."""
-        return self._parts(self.case.paged(self.case.k[layer]))
-
-    def plan(self) -> None:
-        """Nothing that a step would do on the host."""
+def _fa3(case: Case) -> Runnable:
+    decode = FlashAttention3LatentDecode(case.stock_batch)
+    return Runnable(lambda layer: decode.run(case.q, case.kv(layer)))
 
 
-class FlashAttention3Latent:
-    def __init__(self, case: Case):
-        self._case = case
-        self._decode = FlashAttention3LatentDecode(case.stock_batch)
+def _flashinfer(case: Case) -> Runnable:
+    """It takes queries and caches in two parts, values and rope."""
+    import flashinfer
 
-    def plan(self) -> None:
-        """Nothing that a step would do on the host."""
+    dim, pages, outs = case.heads.value_dim, case.page_table, case.new_out()
+    q, q_rope = case.q[..., :dim].contiguous(), case.q[..., dim:].contiguous()
+    workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.int8, device=case.device)
+    wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(workspace, backend="auto")
+    plan = partial(
+        wrapper.plan, case.starts, case.starts * pages.shape[1], pages.view(-1), case.seq_lens,
+        case.heads.num_qo_heads, dim, q_rope.shape[-1], case.page_size, False, case.sm_scale,
+        case.dtype, case.dtype,
+    )  # fmt: skip
 
-    def run(self, layer: int) -> torch.Tensor:
-        rows = self._case.paged(self._case.k[layer])
-        return self._decode.run(self._case.q, (rows, rows[..., : self._case.heads.value_dim]))
+    def run(layer: int) -> torch.Tensor:
+        rows, values = case.kv(layer)
+        return wrapper.run(q, q_rope, values[:, :, 0], rows[:, :, 0, dim:], out=outs[layer])
 
-
-class FlashInferLatent(_Latent):
-    def __init__(self, case: Case):
-        import flashinfer
-
-        super().__init__(case)
-        workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.int8, device=case.device)
-        self._outs = [torch.empty_like(self.q) for _ in range(case.num_layers)]
-        self._wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(workspace, backend="auto")
-        self.plan()
-
-    def plan(self) -> None:
-        case = self.case
-        self._wrapper.plan(
-            self.starts, self.starts * self.pages.shape[1], self.pages.view(-1), case.seq_lens,
-            case.heads.num_qo_heads, self.dim, self.rope.shape[-1], case.page_size, False,
-            case.sm_scale, case.dtype, case.dtype,
-        )  # fmt: skip
-
-    def run(self, layer: int) -> torch.Tensor:
-        values, rope = (x[:, :, 0] for x in self.kv(layer))
-        return self._wrapper.run(self.q, self.rope, values, rope, out=self._outs[layer])
+    plan()
+    return Runnable(run, plan)
 
 
-class FlashMlaLatent(_Latent):
-    """facts: the module that it was found in."""
+def _flash_mla(case: Case) -> Runnable:
+    module, pages, schedule = flash_mla(), case.page_table, None
 
-    def __init__(self, case: Case):
-        super().__init__(case)
-        module = flash_mla()
-        self._attend, self._schedule = module.flash_mla_with_kvcache, module.get_mla_metadata
-        self.facts = {"module": module.__name__}
-        self.plan()
+    def plan() -> None:
+        nonlocal schedule
+        schedule = module.get_mla_metadata(case.seq_lens, case.heads.num_qo_heads, 1)
 
-    def plan(self) -> None:
-        self._plan = self._schedule(self.case.seq_lens, self.case.heads.num_qo_heads, 1)
-
-    def run(self, layer: int) -> torch.Tensor:
-        case = self.case
-        out, _ = self._attend(
-            case.q[:, None], case.paged(case.k[layer]), self.pages, case.seq_lens, self.dim,
-            *self._plan, softmax_scale=case.sm_scale, causal=True,
+    def run(layer: int) -> torch.Tensor:
+        rows, _ = case.kv(layer)
+        out, _ = module.flash_mla_with_kvcache(
+            case.q[:, None], rows, pages, case.seq_lens, case.heads.value_dim, *schedule,
+            softmax_scale=case.sm_scale, causal=True,
         )  # fmt: skip
         return out[:, 0]
+
+    plan()
+    return Runnable(run, plan, {"module": module.__name__})
 
 
 def flash_mla() -> ModuleType:
@@ -116,21 +84,18 @@ def flash_mla() -> ModuleType:
 
 
 class FlashMla(Provider):
-    def available(self) -> str | None:
-        if not torch.cuda.is_available():
-            return "needs an NVIDIA GPU"
-        try:
-            flash_mla()
-        except Exception as error:  # a broken build fails with anything
-            return f"cannot import any of {', '.join(_FLASH_MLA)}: {error}"
-        return None
+    def __init__(self):
+        super().__init__("flashmla", f"any of {', '.join(_FLASH_MLA)}", _flash_mla)
+
+    def load(self) -> ModuleType:
+        return flash_mla()
 
     def page_size(self, requested: int) -> int:
         return _FLASH_MLA_PAGE
 
 
 PROVIDERS: dict[str, Callable[[], Provider]] = {
-    "prefix": Server, "fa3": partial(FlashAttention3, runnable=FlashAttention3Latent),
-    "flashinfer:mla": partial(Provider, "flashinfer:mla", "flashinfer", FlashInferLatent),
-    "flashmla": partial(FlashMla, "flashmla", "", FlashMlaLatent),
+    "prefix": Server, "fa3": partial(FlashAttention3, runnable=_fa3),
+    "flashinfer:mla": partial(Provider, "flashinfer:mla", "flashinfer", _flashinfer),
+    "flashmla": FlashMla,
 }  # fmt: skip

@@ -13,36 +13,13 @@ from functools import partial
 
 import numpy as np
 
-from eval.bench_kernel.case import Case
-from eval.bench_kernel.providers.planned import PlannedRunnable, kernels_of
-from eval.bench_kernel.providers.provider import Provider, Unsupported
-from sgl_prefix_attn.execute.backends.family import AUTO
+from eval.bench_kernel.providers.provider import Unsupported
 from sgl_prefix_attn.kernels import words as W
-from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.leaves import cut_at_roots, cut_evenly, order_leaves
 from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.plan.search import split_tiles
 from sgl_prefix_attn.plan.tiles import B_MASKED, Cut, make_tiles
 from sgl_prefix_attn.records import Forest
-
-Choose = Callable[[Planner, Forest], Cut]
-
-
-class OtherCut(Provider):
-    needs_cuda = False
-
-    def __init__(self, name: str, choose: Choose, kernels: str = AUTO):
-        runnable = partial(_planned, choose=choose, kernels=kernels)
-        super().__init__(f"prefix:{name}", "sgl_prefix_attn", runnable)
-
-
-def _planned(case: Case, choose: Choose, kernels: str) -> PlannedRunnable:
-    _, backend, planner = kernels_of(case, kernels)
-    forest = build_forest(case.paths)
-    cut = choose(planner, forest)
-    made = PlannedRunnable(case, backend, lambda: planner.serialize(forest, cut))
-    made.facts["predicted_us"] = None if math.isnan(cut.us) else cut.us
-    return made
 
 
 def nth_best(number: int, planner: Planner, forest: Forest) -> Cut:
@@ -90,7 +67,7 @@ def mean_split(planner: Planner, forest: Forest) -> Cut:
     return replace(cut, parts=parts, us=math.nan)
 
 
-CUTS: dict[str, Choose] = {
+CUTS: dict[str, Callable[[Planner, Forest], Cut]] = {
     **{f"cut{number}": partial(nth_best, number) for number in range(1, 10)},
     "tile_128": partial(fixed_tile, W.TILE_ROWS), "tile_64": partial(fixed_tile, W.HALF_ROWS),
     "no_split": no_split, "mean_split": mean_split,

@@ -1,7 +1,8 @@
-"""This library: `prefix`, `prefix:KERNELS`, `prefix:STRATEGY` and `prefix:invariant`."""
+"""This library: `prefix`, and `prefix:` with other kernels, strategies, cuts or parts."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,48 +18,52 @@ from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.params import Capacity, LayerParams
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.planner import Planner
-from sgl_prefix_attn.records import CALIBRATED
-
-# Of a plan's statistics, in the rows of the result file.
-FACTS = ("num_items", "num_partials", "kv_tokens_read")
-
-
-def kernels_of(
-    case: Case, kernels: str = AUTO, strategy: str = CALIBRATED, part_tokens: int = 0
-) -> tuple[str, Any, Planner]:
-    """Return a family's name, what runs its plans and what plans; by default what a server with the
-    plugin would run. part_tokens: of aligned plans, else 0. Raises ValueError where the family
-    cannot run."""
-    why_not = why_no_hopper(case.device, case.heads, case.dtype, case.kv_dtype)
-    family = choose_family(kernels, strategy, why_not).name
-    return family, *kernels_and_planner(
-        family, case.heads, case.dtype, case.device, case.page_size, strategy, case.kv_dtype,
-        part_tokens,
-    )  # fmt: skip
+from sgl_prefix_attn.plan.tiles import Cut
+from sgl_prefix_attn.records import CALIBRATED, Forest
 
 
 class PlannedRunnable:
-    """Runs the plans that `make` returns, each of the same shape; stats: of the first.
+    """A Runnable of the kernels and the plan that a server with the plugin would choose, but for
+    the options. Raises ValueError where a family of kernels cannot run.
 
-    facts: for the result file
+    kernels, strategy  as of a server's settings
+    part_tokens        of aligned plans, else 0
+    choose             returns the cut of a forest to plan by, which stays; None: the planner does
+
+    stats, facts: of the first plan
     """
 
-    def __init__(self, case: Case, backend: Any, make: Callable[[], Any]):
-        self._case, self._make = case, make
-        plan = make()
+    def __init__(
+        self, case: Case, kernels: str = AUTO, strategy: str = CALIBRATED, part_tokens: int = 0,
+        choose: Callable[[Planner, Forest], Cut] | None = None,
+    ):  # fmt: skip
+        why_not = why_no_hopper(case.device, case.heads, case.dtype, case.kv_dtype)
+        self.family = choose_family(kernels, strategy, why_not).name
+        backend, self.planner = kernels_and_planner(
+            self.family, case.heads, case.dtype, case.device, case.page_size, strategy,
+            case.kv_dtype, part_tokens,
+        )  # fmt: skip
+        forest = build_forest(case.paths, case.query_lens)
+        self._make = partial(self.planner.plan_forest, forest)
+        if choose is not None:
+            self._make = partial(self.planner.serialize, forest, choose(self.planner, forest))
+        plan = self._make()
         self.stats = plan.stats
-        self.facts: dict = {name: getattr(plan.stats, name) for name in FACTS}
-        self.facts |= {"predicted_us": plan.predicted_us, "tiles": plan.stats.num_tiles}
+        self.facts = {
+            "num_items": plan.stats.num_items,
+            "num_partials": plan.stats.num_partials,
+            "kv_tokens_read": plan.stats.kv_tokens_read,
+            "predicted_us": None if math.isnan(plan.predicted_us) else plan.predicted_us,
+            "tiles": plan.stats.num_tiles,
+            "family": self.family,
+        }
+        self._case, self._outs = case, case.new_out()
         self._executor = PlanExecutor(backend, Capacity.for_plans(plan))
         self._rows = torch.arange(plan.batch_size, device=case.device)
-        self._outs = case.new_out()
-        self._load(plan)
+        self._executor.load(plan, case.req_to_token, self._rows)
 
     def plan(self) -> None:
-        self._load(self._make())
-
-    def _load(self, plan) -> None:
-        self._executor.load(plan, self._case.req_to_token, self._rows)
+        self._executor.load(self._make(), self._case.req_to_token, self._rows)
 
     def run(self, layer: int) -> torch.Tensor:
         case, out = self._case, self._outs[layer]
@@ -67,22 +72,11 @@ class PlannedRunnable:
         return out
 
 
-class ServerRunnable(PlannedRunnable):
-    """The kernels and the plan that a server would choose, but for options of kernels_of; family:
-    their name."""
-
-    def __init__(self, case: Case, **options: Any):
-        self.family, backend, self.planner = kernels_of(case, **options)
-        forest = build_forest(case.paths, case.query_lens)
-        super().__init__(case, backend, lambda: self.planner.plan_forest(forest))
-        self.facts["family"] = self.family
-
-
 class Server(Provider):
     needs_cuda = False
 
     def __init__(self, name: str = "prefix", **options: Any):
-        super().__init__(name, "sgl_prefix_attn", partial(ServerRunnable, **options))
+        super().__init__(name, "sgl_prefix_attn", partial(PlannedRunnable, **options))
 
     def prepare(self, case: Case) -> Runnable:
         if why_not := why_no_backend(case.device, case.heads, case.dtype, case.kv_dtype):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
 
 import torch
 
@@ -14,14 +16,18 @@ class Unsupported(Exception):
     """The provider cannot run this case; the message says why."""
 
 
-class Runnable(Protocol):
-    """A provider prepared for one case: buffers made, planned once."""
+@dataclass
+class Runnable:
+    """A provider prepared for one case: buffers made, planned once.
 
-    def plan(self) -> None:
-        """Do the host work of one new batch of the same shape."""
+    run    launches attention of a layer [B, Hq, D], without host-device synchronisation
+    plan   does the host work of one new batch of the same shape; by default there is none
+    facts  more that its row says
+    """
 
-    def run(self, layer: int) -> torch.Tensor:
-        """Launch attention of a layer [B, Hq, D], without host-device synchronisation."""
+    run: Callable[[int], torch.Tensor]
+    plan: Callable[[], object] = lambda: None
+    facts: dict = field(default_factory=dict)
 
 
 class Provider:
@@ -39,12 +45,16 @@ class Provider:
     def __init__(self, name: str, module: str, runnable: Callable[[Case], Runnable]):
         self.name, self.module, self.runnable = name, module, runnable
 
+    def load(self) -> ModuleType:
+        """Import it. Raises whatever a broken build raises."""
+        return importlib.import_module(self.module)
+
     def available(self) -> str | None:
         """Say why it cannot run on this machine, or return None."""
         if self.needs_cuda and not torch.cuda.is_available():
             return "needs an NVIDIA GPU"
         try:
-            __import__(self.module)
+            self.load()
         except Exception as error:  # a broken build fails with anything, from OSError to TypeError
             return f"cannot import {self.module}: {type(error).__name__}: {error}"
         return None
@@ -56,3 +66,11 @@ class Provider:
     def prepare(self, case: Case) -> Runnable:
         """Raises Unsupported for a case that it has no kernel for."""
         return self.runnable(case)
+
+
+def pick(names: Sequence[str], known: Mapping[str, Callable[[], Provider]]) -> list[Provider]:
+    """Make providers in the given order. Raises ValueError for a name that does not exist."""
+    for name in names:
+        if name not in known:
+            raise ValueError(f"provider {name!r}: known are {', '.join(known)}")
+    return [known[name]() for name in names]
