@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 
-from eval import smollm2
+from eval import checkpoints
 from eval.chat.conversation import QUESTIONS, ChatError, ask_all, steps_and_kv
+from eval.checkpoints import SMOLLM2
 from eval.demo.server import demo_server
 from eval.engine_process import end_on_sigterm
 from eval.server_process import Counters, ServerError, growth, read_counters
@@ -29,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.url:
             chat(args.url.rstrip("/"), args.max_tokens)
             return 0
-        model = smollm2.model(smollm2.folder())
+        model = checkpoints.model(SMOLLM2, checkpoints.folder(SMOLLM2))
         print(f"starting SGLang with --attention-backend prefix (log in {BUILD}) ...")
         with demo_server(model, "prefix", gpu=torch.cuda.is_available(), workdir=BUILD) as server:
             print(f"  healthy after {server.wait_until_healthy():.0f} s at {server.url}")
@@ -38,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     except ServerError as error:
         print(error.log_tail, file=sys.stderr)
         print(f"chat failed: {error}", file=sys.stderr)
-    except (ChatError, smollm2.ModelError) as error:
+    except (ChatError, checkpoints.ModelError) as error:
         print(f"chat failed: {error}", file=sys.stderr)
     return 1
 

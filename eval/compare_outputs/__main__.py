@@ -12,8 +12,10 @@ twice what the stock ones are, on average and in the worst request, and may have
 at near-ties alone (see eval/demo/near_ties.py). Where no other stock backend is named, in float32
 on a CPU, as far is 2e-3 nats.
 
-With --model smollm2 they answer chats with SmolLM2-135M-Instruct (downloaded once, 93 MB,
-Apache-2.0), and go on with a fixed text, whose perplexity is printed.
+With --model they answer chats with a released checkpoint, and go on with a fixed text, whose
+perplexity is printed: smollm2 is SmolLM2-135M-Instruct (downloaded once, 93 MB, Apache-2.0),
+gemma3-270m is Gemma 3 270M with its windows (238 MB, under Gemma's own terms of use). On a CPU
+torch_native attends to all of a text in layers with windows, in both engines.
 
 Exit status 1: an output is wrong, as one must be under every --fault. 2: the check could not be
 made: an engine ended, or the dumped step was not the one to be judged.
@@ -25,7 +27,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from eval import provenance, smollm2
+from eval import checkpoints, provenance
 from eval.cli_values import benchmark, several
 from eval.compare_outputs import (
     faults,
@@ -57,7 +59,7 @@ def main(argv: list[str]) -> int:
         folder = Path(name)
         try:
             if args.model:
-                compared = subject.trained(args.new_tokens)
+                compared = subject.trained(checkpoints.CHECKPOINTS[args.model], args.new_tokens)
             else:
                 compared = subject.seeded(folder / "model", args)
             for page_size in args.page_size:
@@ -66,7 +68,7 @@ def main(argv: list[str]) -> int:
                     rows.append(row)
                     wrong = f"\n    WRONG: {row['problem']}" if row["problem"] else ""
                     print(text + wrong, flush=True)
-        except (EngineError, smollm2.ModelError) as error:
+        except (EngineError, checkpoints.ModelError) as error:
             print(f"no judgement: {error}", file=sys.stderr)
             return 2
     if args.json:
@@ -80,7 +82,8 @@ def main(argv: list[str]) -> int:
 def _parse(argv: list[str]):
     parser = benchmark("eval.compare_outputs", __doc__, LLAMAS, "")
     parser.add_argument("what", choices=list(_JUDGES))
-    parser.add_argument("--model", choices=["smollm2"], help="a trained one, not a seeded one")
+    known = list(checkpoints.CHECKPOINTS)
+    parser.add_argument("--model", choices=known, help="a trained one, not a seeded one")
     parser.add_argument("--layers", type=count, default=4)
     parser.add_argument("--scenarios", type=several(scenarios.known), default="shared,three_levels")
     parser.add_argument("--page-size", type=several(count), default="1,16")

@@ -43,7 +43,9 @@ def engine_arguments(model: Path, device: torch.device, page_size: int) -> dict:
         model, device=device, page_size=page_size, pool_tokens=16384 if on_cpu else 262144,
         decode_batches=[1, 4, 8, 16, 32, 64, MAX_RUNNING_REQUESTS],  # every other size is padded
     ) | {"load_format": "auto", "skip_server_warmup": True}  # fmt: skip
-    return arguments if on_cpu else arguments | {"dtype": "bfloat16", "mem_fraction_static": 0.8}
+    if on_cpu:  # whose torch_native knows one pool for all layers, windows or not
+        return arguments | {"disable_hybrid_swa_memory": True}
+    return arguments | {"dtype": "bfloat16", "mem_fraction_static": 0.8}
 
 
 @contextlib.contextmanager

@@ -6,8 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from eval import smollm2
+from eval import checkpoints
 from eval.chat import conversation
+from eval.checkpoints import Checkpoint
 from eval.compare_outputs import scenarios, seeded_engine
 
 # Of each question, so that chats with the same one share more than the system prompt.
@@ -68,22 +69,29 @@ def seeded(folder: Path, args) -> Subject:
     return Subject(model, args.layers, requests)
 
 
-def trained(new_tokens: int) -> Subject:
-    """Take SmolLM2-135M-Instruct, which is downloaded if need be. Raises ModelError."""
+def trained(checkpoint: Checkpoint, new_tokens: int) -> Subject:
+    """Take a released checkpoint, which is downloaded if need be. Raises ModelError."""
     from transformers import AutoConfig, AutoTokenizer
 
-    model = smollm2.model(smollm2.folder())
+    model = checkpoints.model(checkpoint, checkpoints.folder(checkpoint))
     tokenizer = AutoTokenizer.from_pretrained(model)
-    chats = [
-        tokenizer.apply_chat_template(
-            conversation.messages(question + style), add_generation_prompt=True, return_dict=False
+
+    def text(words: str) -> list[int]:
+        first = [] if checkpoint.chats else [tokenizer.bos_token_id]
+        return first + tokenizer(words, add_special_tokens=checkpoint.chats).input_ids
+
+    def chat(question: str) -> list[int]:
+        messages = conversation.messages(question)
+        if not checkpoint.chats:
+            return text("\n".join(message["content"] for message in messages) + "\n")
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
         )
-        for question in conversation.QUESTIONS
-        for style in _STYLES
-    ]
+
+    chats = [chat(question + style) for question in conversation.QUESTIONS for style in _STYLES]
     requests = {
         "chats": [{"ids": ids, "new_tokens": new_tokens} for ids in chats],
-        "text": going_on(tokenizer(_TEXT).input_ids, new_tokens),
+        "text": going_on(text(_TEXT), new_tokens),
     }
     return Subject(model, AutoConfig.from_pretrained(model).num_hidden_layers, requests)
 

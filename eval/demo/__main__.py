@@ -17,7 +17,8 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from eval import smollm2
+from eval import checkpoints
+from eval.checkpoints import SMOLLM2
 from eval.demo.comparison import Run, compare, render, render_texts, summarize
 from eval.demo.near_ties import Output
 from eval.demo.server import demo_server
@@ -73,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     tokenizer, workload = None, run_agents
     try:
         if args.model == "smollm2":
-            model = smollm2.model(smollm2.folder(), console.print)
+            model = checkpoints.model(SMOLLM2, checkpoints.folder(SMOLLM2), console.print)
             tokenizer = AutoTokenizer.from_pretrained(model)
             workload = partial(run_chats, tokenizer=tokenizer)
         else:
@@ -87,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     except ServerError as error:
         console.print(error.log_tail, style="dim", markup=False)
         return fail(str(error))
-    except (WorkloadError, smollm2.ModelError) as error:
+    except (WorkloadError, checkpoints.ModelError) as error:
         return fail(str(error))
 
     ours, stock, *noise = runs

