@@ -71,9 +71,12 @@ def run(args: argparse.Namespace) -> int:
     from sgl_prefix_attn.tools.analyze.simulation import simulate
     from sgl_prefix_attn.tools.analyze.trace_lines import Options
 
-    console = Console(highlight=False, soft_wrap=True)
-    gpu, model = GPUS[args.gpu], _model(args)
-    heads = model.heads
+    console, gpu = Console(highlight=False, soft_wrap=True), GPUS[args.gpu]
+    config, heads = chosen_heads(args)
+    try:
+        model = model_costs.model_of(config, heads, args.tp)
+    except ValueError as error:
+        raise ValueError(f"--model: {args.model}: {error}") from None
     server = server_on(gpu, heads, args.kernels)
     costs = model_costs.costs(
         model,
@@ -83,8 +86,7 @@ def run(args: argparse.Namespace) -> int:
         kv_tokens=args.kv_tokens,
         step=None if args.step_ms is None else args.step_ms / 1e3,
     )
-    unit = TIME_UNITS[args.time_unit] if args.time_unit else None
-    options = Options(args.words, args.block_size, unit)
+    options = Options(args.words, args.block_size, TIME_UNITS.get(args.time_unit))
     with progress() as bars:
 
         def simulated(trace, costs, policy: str, task):
@@ -125,15 +127,3 @@ def run(args: argparse.Namespace) -> int:
     console.print(", where Hopper's default is FlashAttention 3\n" if gpu.is_hopper else "\n")
     console.print(summary.render(findings))
     return 0
-
-
-def _model(args: argparse.Namespace):
-    from sgl_prefix_attn.tools.analyze.model_costs import llama_8b, model_of
-
-    config, heads = chosen_heads(args)
-    if config is None:
-        return llama_8b(heads, args.tp)
-    try:
-        return model_of(config, heads, args.tp)
-    except ValueError as error:
-        raise ValueError(f"--model: {args.model}: {error}") from None

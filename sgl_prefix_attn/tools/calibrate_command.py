@@ -6,9 +6,8 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -32,8 +31,7 @@ class Unusable(Exception):
     """Wrong arguments, or a machine that cannot be calibrated; the message says what to do."""
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(NamedTuple):
     name: str
     num_sms: int
     free_bytes: int
@@ -228,14 +226,12 @@ def pool_tokens(free_bytes: int, key: CalibrationKey) -> int:
     least = min_pool(key.page_size)
     per_token = 2 * key.heads.num_kv_heads * key.heads.token_dim * key.kv_bytes
     fits = int(_MEMORY_SHARE * free_bytes // per_token)
-    if fits >= max(least, POOL_TOKENS):
-        return max(least, POOL_TOKENS)
     if fits < least:
         raise Unusable(
             f"{free_bytes / 2**30:.1f} GiB of GPU memory are free, calibration needs "
             f"{least * per_token / _MEMORY_SHARE / 2**30:.1f}: stop what else uses the GPU"
         )
-    return max(least, fits // _POOL_STEP * _POOL_STEP)
+    return max(least, min(POOL_TOKENS, fits // _POOL_STEP * _POOL_STEP))
 
 
 def progress_bar(console: Console) -> Progress:

@@ -1,6 +1,7 @@
 """`sgl-prefix-attn doctor`: can `--attention-backend prefix` work here, and what to do if not."""
 
 import argparse
+import contextlib
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -13,9 +14,8 @@ from rich.text import Text
 from sgl_prefix_attn.tools.argument_types import count
 from sgl_prefix_attn.tools.doctor_checks import FAIL, OK, WARN, Check, run_checks
 from sgl_prefix_attn.tools.doctor_facts import gather
-from sgl_prefix_attn.tools.doctor_model import check_model
 from sgl_prefix_attn.tools.exit_status import FAILED
-from sgl_prefix_attn.tools.model_heads import check_readable
+from sgl_prefix_attn.tools.model_heads import NotSaid, config_and_heads
 from sgl_prefix_attn.tools.output import busy, table_console
 
 WIDTH = 100  # columns: what is found can be a long sentence
@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
     for a model that cannot be read."""
     warnings.simplefilter("ignore")  # SGLang's imports warn about kernels this machine cannot run
     if args.model is not None:
-        check_readable(args.model, args.tp)  # before the seconds that the rest takes
+        with contextlib.suppress(NotSaid):
+            config_and_heads(args.model, args.tp)  # before the seconds that the rest takes
     with busy("looking at this machine, and importing SGLang"):
         facts = gather()
         checks = run_checks(facts)
@@ -67,3 +68,34 @@ def render(checks: list[Check], console: Console) -> None:
             console.print(Text(f"{check.status}: {check.name}: {check.fix}", _STYLE[check.status]))
     can, style = ("can", _STYLE[OK]) if works(checks) else ("cannot", _STYLE[FAIL])
     console.print(f"--attention-backend prefix {can} work here.", style=style)
+
+
+def check_model(folder: Path, tp: int, gpu: str) -> Check:
+    """Read a model's config, which is readable, and ask SGLang what it would choose for it here.
+
+    gpu  its name, "" without one
+    """
+    # Not before: these import torch and SGLang.
+    import torch
+
+    from sgl_prefix_attn.execute.backends.choice import why_no_backend
+    from sgl_prefix_attn.plugin.model_outlook import fallback_of, outlook, sglangs_choice
+
+    found = outlook(folder, tp)
+    if found.refused:
+        return Check("model", FAIL, found.refused, "serve it without --attention-backend prefix")
+    stock = found.stock
+    if found.planned and not stock and gpu:
+        x = found.planned
+        stock = why_no_backend(torch.device("cuda"), x.heads, x.dtype, x.kv_dtype) or ""
+    backend = (gpu and sglangs_choice(folder, tp)) or "choice for the server's GPU"
+    if not stock and not gpu:
+        return Check("model", OK, found.layers)
+    if not stock:
+        try:
+            beside = fallback_of(found, backend, gpu)
+        except ValueError as error:
+            return Check("model", FAIL, str(error), "change or unset what is named here")
+        return Check("model", OK, f"{found.layers}; stock decode by SGLang's {beside}")
+    detail = f"every step of this model runs SGLang's own {backend} ({stock})"
+    return Check("model", WARN, detail, "such a server starts, and gains nothing from the plugin")

@@ -42,28 +42,25 @@ def run(args: argparse.Namespace) -> int:
     from sgl_prefix_attn.tools.explain import text
     from sgl_prefix_attn.tools.plan_spec import read_spec
 
-    figure = _figure() if args.png else None
+    if args.png:
+        try:
+            from sgl_prefix_attn.tools.explain import figure
+        except ImportError as error:
+            raise ValueError(f"--png needs matplotlib ({error}): pip install matplotlib") from None
     with busy("planning"):
         paths, said = read_spec(args.spec)
         view = plan_view(paths, args)
-    if figure is None:
-        console = table_console()
-        console.print(text.render(view))
-        if said:
-            console.print(said, markup=False)
-    else:
+    if args.png:
         with busy("drawing"):
-            figure.save(figure.draw(view), args.png)
+            # Without matplotlib's version: the bytes depend on nothing but the picture.
+            figure.draw(view).savefig(args.png, format="png", metadata={"Software": None})
         print(f"written: {args.png}")
+        return 0
+    console = table_console()
+    console.print(text.render(view))
+    if said:
+        console.print(said, markup=False)
     return 0
-
-
-def _figure():
-    try:
-        from sgl_prefix_attn.tools.explain import figure
-    except ImportError as error:
-        raise ValueError(f"--png needs matplotlib ({error}): pip install matplotlib") from None
-    return figure
 
 
 def plan_view(paths: PathTable, args: argparse.Namespace) -> PlanView:

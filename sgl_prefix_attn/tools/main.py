@@ -13,10 +13,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="sgl-prefix-attn", description="SGLang plugin tools")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    doctor.add_parser(commands)
-    calibrate_command.add_parser(commands)
-    explain_command.add_parser(commands)
-    analyze_command.add_parser(commands)
+    for command in (doctor, calibrate_command, explain_command, analyze_command):
+        command.add_parser(commands)
     return parser
 
 

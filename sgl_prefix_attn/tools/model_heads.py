@@ -1,7 +1,6 @@
 """The attention heads that a Hugging Face model, or --heads, gives a tensor-parallel rank."""
 
 import argparse
-import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,10 @@ from sgl_prefix_attn.records import HeadConfig
 from sgl_prefix_attn.tools.argument_types import count
 
 HEAD_DIM = 128
+
+
+class NotSaid(ValueError):
+    """A config.json leaves the heads to its model's defaults."""
 
 
 def add_heads(parser: argparse.ArgumentParser) -> None:
@@ -44,33 +47,21 @@ def chosen_heads(
             f"--model: {args.model} has latent attention (kv_lora_rank), which decodes by none of "
             "its heads: this command knows nothing of it. `doctor --model` says what runs it"
         )
-    rank, rope = (_count(config, name) for name in ("kv_lora_rank", "qk_rope_head_dim"))
+    rank, rope = (size(name, config[name]) for name in ("kv_lora_rank", "qk_rope_head_dim"))
     return config, HeadConfig(heads.num_qo_heads, 1, rank + rope, rank)
 
 
 def config_and_heads(path: Path, tp: int) -> tuple[dict[str, Any], HeadConfig]:
     """Read config.json, or the one in a folder; the config of its language model, and the heads.
 
-    Raises ValueError that names the file and what is wrong with it.
+    Raises ValueError that names the file and what is wrong with it, NotSaid for a field that is
+    missing.
     """
     file, config = _read(path)
     try:
-        return config, _rank_heads(file, config, tp)
+        return config, heads_on_rank(*_heads(config), tp)
     except KeyError as error:
-        raise ValueError(f"--model: {file} has no {error.args[0]}: use --heads") from None
-
-
-def check_readable(path: Path, tp: int) -> None:
-    """Raise ValueError for a config.json that cannot be read or has heads that are none; what it
-    leaves to its model's defaults is not looked for."""
-    with contextlib.suppress(KeyError):
-        _rank_heads(*_read(path), tp)
-
-
-def _rank_heads(file: Path, config: dict[str, Any], tp: int) -> HeadConfig:
-    """Raises KeyError for a field that is missing, ValueError that names the file."""
-    try:
-        return heads_on_rank(*_heads(config), tp)
+        raise NotSaid(f"--model: {file} has no {error.args[0]}: use --heads") from None
     except ValueError as error:
         raise ValueError(f"--model: {file}: {error}") from None
 
@@ -107,19 +98,19 @@ _KV_HEADS = (
 
 def _heads(config: dict[str, Any]) -> tuple[int, int, int]:
     """Raises KeyError for a field that is missing, ValueError for one that is no count."""
-    num_qo_heads = _count(config, "num_attention_heads")
+    num_qo_heads = size("num_attention_heads", config["num_attention_heads"])
     # Without any of these, or with null in it, there is a KV head for every query head.
     named = next((name for name in _KV_HEADS if config.get(name) is not None), None)
-    num_kv_heads = num_qo_heads if named is None else _count(config, named)
+    num_kv_heads = num_qo_heads if named is None else size(named, config[named])
     if named is None and config.get("multi_query"):
         num_kv_heads = 1
     if config.get("head_dim") is not None:
-        return num_qo_heads, num_kv_heads, _count(config, "head_dim")
-    return num_qo_heads, num_kv_heads, _count(config, "hidden_size") // num_qo_heads
+        return num_qo_heads, num_kv_heads, size("head_dim", config["head_dim"])
+    return num_qo_heads, num_kv_heads, size("hidden_size", config["hidden_size"]) // num_qo_heads
 
 
-def _count(config: dict[str, Any], name: str) -> int:
-    value = config[name]
+def size(name: str, value: Any) -> int:
+    """Return a size that a config has. Raises ValueError that names it where it is none."""
     if type(value) is not int or value < 1:  # True is an int, too
         raise ValueError(f"{name} must be a positive integer, got {value!r}")
     return value

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sgl_prefix_attn.execute.backends.family import (
-    AUTO,
-    HOPPER,
-    KERNELS,
-    Family,
-    choose_family,
-)
+from sgl_prefix_attn.execute.backends.family import AUTO, HOPPER, KERNELS, Family, choose_family
 from sgl_prefix_attn.records import CALIBRATED, HeadConfig
 
 if TYPE_CHECKING:
@@ -56,8 +49,7 @@ def add_kernels(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@dataclass(frozen=True)
-class Server:
+class Server(NamedTuple):
     """What decides about a server's batches."""
 
     family: Family
@@ -83,19 +75,15 @@ def family_on(
     # Not before: these import torch and numba.
     import torch
 
-    from sgl_prefix_attn.execute.backends.choice import (
-        capabilities_on,
-        why_no_backend,
-        why_no_hopper_on,
-    )
+    from sgl_prefix_attn.execute.backends import choice
 
     device = torch.device("cuda")
     dtypes = getattr(torch, dtype), getattr(torch, kv_dtype or dtype)
-    family = choose_family(kernels, strategy, why_no_hopper_on(capability, heads, *dtypes))
-    if stock := why_no_backend(device, heads, *dtypes):
+    family = choose_family(kernels, strategy, choice.why_no_hopper_on(capability, heads, *dtypes))
+    if stock := choice.why_no_backend(device, heads, *dtypes):
         raise ValueError(
             f"{stock}: such a server runs stock attention; the kernels take "
-            f"{capabilities_on(device).describe()}"
+            f"{choice.capabilities_on(device).describe()}"
         )
     return family
 

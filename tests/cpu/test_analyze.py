@@ -23,12 +23,7 @@ from sgl_prefix_attn.tools.analyze import block_cache, summary, trace_file
 from sgl_prefix_attn.tools.analyze import server_loop as loop
 from sgl_prefix_attn.tools.analyze import server_state as sv
 from sgl_prefix_attn.tools.analyze.findings import Findings
-from sgl_prefix_attn.tools.analyze.model_costs import (
-    costs,
-    llama_8b,
-    model_of,
-    prefilled_by_flashinfer,
-)
+from sgl_prefix_attn.tools.analyze.model_costs import costs, model_of, prefilled_by_flashinfer
 from sgl_prefix_attn.tools.analyze.server_state import Costs
 from sgl_prefix_attn.tools.analyze.simulation import simulate
 from sgl_prefix_attn.tools.explain.tree import Tree
@@ -337,7 +332,7 @@ def test_costs_of_a_model():
     }  # fmt: skip
     model = model_of(config, LLAMA, 1)
     assert model.weights == pytest.approx(8.03e9 - 128256 * 4096, rel=2e-3)  # less the embedding
-    assert llama_8b(LLAMA, 1).weights == pytest.approx(model.weights, rel=2e-3)
+    assert model_of(None, LLAMA, 1).weights == pytest.approx(model.weights, rel=2e-3)
     assert model.kv_bytes == 131072 and model.active == model.weights
     half = model_of(config, HeadConfig(16, 4, 128), 2)
     assert half.weights == model.weights / 2 and half.kv_bytes == model.kv_bytes / 2
@@ -363,11 +358,11 @@ def test_a_size_of_a_model_that_is_none_is_named(name, value):
 
 def test_costs_leave_room_for_kv_or_say_so():
     rates = {"bandwidth": 3e12, "most_running": 4, "kv_tokens": None, "step": None}
-    found = costs(llama_8b(LLAMA, 1), GPUS["H100"], **rates)
+    found = costs(model_of(None, LLAMA, 1), GPUS["H100"], **rates)
     assert found.kv_tokens == int((0.86 * 80e9 - 15e9) / 131072)
     assert found.step == pytest.approx(0.006)
     with pytest.raises(ValueError, match="15 GB of weights leave no room.*--tp"):
-        costs(llama_8b(LLAMA, 1), GPUS["H100"]._replace(memory=16e9), **rates)
+        costs(model_of(None, LLAMA, 1), GPUS["H100"]._replace(memory=16e9), **rates)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from sgl_prefix_attn.engine import sglang_config
 from sgl_prefix_attn.execute.backends import choice
 from sgl_prefix_attn.plugin import model_outlook
 from sgl_prefix_attn.tools import doctor, main
+from sgl_prefix_attn.tools.doctor import check_model
 from sgl_prefix_attn.tools.doctor_checks import FAIL, OK, WARN, Check
-from sgl_prefix_attn.tools.doctor_model import check_model
 
 EVERY_FOURTH = {"full_attention_interval": 4}  # as released configs say it
 # By model type: architecture, what transformers' default config lacks, why every step is stock, and

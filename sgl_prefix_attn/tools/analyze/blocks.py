@@ -40,11 +40,11 @@ def _mixed(x):
 
 
 @cached_njit
-def name_hash_ids(blocks, first, prompt, count, block_tokens):
-    """Put names in the place of hash ids, one a block; arguments as the columns of a Trace."""
-    for r in range(first.size):
-        end = first[r] + count[r]
-        blocks[first[r] : end] = block_names(blocks[first[r] : end], 1, prompt[r], block_tokens)
+def name_hash_ids(blocks, rows, block_tokens):
+    """Put names in the place of hash ids, one a block, of the rows of a trace."""
+    for row in rows:
+        end = row.first + row.num_blocks
+        blocks[row.first : end] = block_names(blocks[row.first : end], 1, row.prompt, block_tokens)
 
 
 def fit(prompt: np.ndarray, count: np.ndarray, block_tokens) -> np.ndarray:

@@ -8,9 +8,9 @@ import io
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import orjson
 
@@ -78,50 +78,45 @@ def unpacked(lines: Iterable[bytes]) -> Iterator[Any]:
             return iter(orjson.loads(b"".join(lines)))
         except orjson.JSONDecodeError as error:
             raise ValueError(f"it begins as a JSON list, but is none: {error}") from None
-    if _CRI.match(first):
-        return _joined(map(_cri, lines))
-    if _envelope(first).stream is not None:
-        return _joined(map(_envelope, lines))
+    for opened in (_cri, _json):
+        if opened(first):
+            return _joined(lines, opened)
     return lines
 
 
-class _Piece(NamedTuple):
-    """stream: which of the server's two it belongs to, None where it is in no envelope; is_last: of
-    a line, which long ones have several of."""
-
-    stream: Any
-    text: bytes
-    is_last: bool = True
+# Which of the server's two streams a piece of a line belongs to, its text, whether it is the last.
+_Piece = tuple[Any, bytes, bool]
 
 
-def _joined(pieces: Iterable[_Piece]) -> Iterator[bytes]:
+def _joined(lines: Iterable[bytes], opened: Callable[[bytes], _Piece | None]) -> Iterator[bytes]:
+    """The lines in their envelopes, of which long ones have several; those in none as they are."""
     begun: dict[Any, bytes] = defaultdict(bytes)
-    for stream, text, is_last in pieces:
+    for line in lines:
+        stream, text, is_last = opened(line) or (None, line, True)
         begun[stream] += text
         if is_last:
             yield begun.pop(stream)
 
 
-def _cri(line: bytes) -> _Piece:
+def _cri(line: bytes) -> _Piece | None:
     """A line of a file below /var/log/pods."""
-    found = _CRI.match(line)
-    if found is None:
-        return _Piece(None, line)
-    text = line[found.end() :]
-    return _Piece(found[1], text, True) if found[2] == b"F" else _Piece(found[1], text[:-1], False)
+    if (found := _CRI.match(line)) is None:
+        return None
+    is_last, text = found[2] == b"F", line[found.end() :]
+    return found[1], text if is_last else text[:-1], is_last
 
 
-def _envelope(line: bytes) -> _Piece:
+def _json(line: bytes) -> _Piece | None:
     """A JSON object that has a line of the log in one of its fields."""
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError:
-        return _Piece(None, line)
+        return None
     if not isinstance(row, dict) or is_request(row):
-        return _Piece(None, line)
-    text = next((row[name] for name in _TEXT if isinstance(row.get(name), str)), None)
-    if text is None:
-        return _Piece(None, line)
-    data = text.encode(errors="replace")
-    is_last = data.endswith(b"\n") or len(data) not in _DOCKER_PIECE
-    return _Piece(row.get("stream", ""), data, is_last)
+        return None
+    for name in _TEXT:
+        if isinstance(text := row.get(name), str):
+            data = text.encode(errors="replace")
+            is_last = data.endswith(b"\n") or len(data) not in _DOCKER_PIECE
+            return row.get("stream", ""), data, is_last
+    return None

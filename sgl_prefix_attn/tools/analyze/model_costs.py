@@ -15,6 +15,7 @@ from typing import Any
 
 from sgl_prefix_attn.records import HeadConfig
 from sgl_prefix_attn.tools.analyze.server_state import Costs
+from sgl_prefix_attn.tools.model_heads import size
 from sgl_prefix_attn.tools.named_gpus import Gpu
 
 STEP, REQUEST = 1.0e-3, 11.5e-6  # seconds of a decode step, and of each request in it
@@ -24,6 +25,7 @@ POOL_SHARE = 0.86  # of the GPU's memory that SGLang gives to weights and KV
 # on Hopper: the rows of eval/results/multi_token_h200.json in which a request fills a tile.
 FLASHINFER_CACHED = 1.8
 BYTES = 2  # of a weight, and of an element of KV
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")  # as models call them
 
 
 @dataclass(frozen=True)
@@ -42,40 +44,33 @@ class Model:
         return 2 * BYTES * self.layers * self.heads.num_kv_heads * self.heads.head_dim
 
 
-def llama_8b(heads: HeadConfig, tp: int) -> Model:
-    """Return Llama-3.1-8B, with other heads perhaps."""
-    return Model(32, heads, weights=7.5e9 / tp, active=7.5e9 / tp)
-
-
-def model_of(config: Mapping[str, Any], heads: HeadConfig, tp: int) -> Model:
-    """Count a Hugging Face config's weights; `heads` are those of one of `tp` ranks.
+def model_of(config: Mapping[str, Any] | None, heads: HeadConfig, tp: int) -> Model:
+    """Count a Hugging Face config's weights, without one Llama-3.1-8B's; `heads` are those of one
+    of `tp` ranks.
 
     Raises ValueError naming a field that is no size.
     """
-    hidden, layers = _size(config, "hidden_size"), _size(config, "num_hidden_layers")
+    if config is None:
+        return Model(32, heads, weights=7.5e9 / tp, active=7.5e9 / tp)
+
+    def of(name: str) -> int:
+        return size(name, config.get(name))
+
+    hidden, layers = of("hidden_size"), of("num_hidden_layers")
     attention = 2 * hidden * heads.head_dim * (heads.num_qo_heads + heads.num_kv_heads) * tp
-    experts = next(
-        (_size(config, name) for name in ("num_experts", "n_routed_experts", "num_local_experts")
-         if config.get(name)), 1,
-    )  # fmt: skip
-    chosen = _size(config, "num_experts_per_tok") if config.get("num_experts_per_tok") else 1
+    named = next((name for name in _EXPERTS if config.get(name)), None)
+    experts = of(named) if named else 1
+    chosen = of("num_experts_per_tok") if config.get("num_experts_per_tok") else 1
     is_wide = experts > 1 and config.get("moe_intermediate_size")
-    wide = _size(config, "moe_intermediate_size" if is_wide else "intermediate_size")
+    wide = of("moe_intermediate_size" if is_wide else "intermediate_size")
     product = 3 * hidden * wide
-    rest = hidden * _size(config, "vocab_size")
+    rest = hidden * of("vocab_size")
     return Model(
         layers=layers,
         heads=heads,
         weights=(layers * (attention + experts * product) + rest) / tp,
         active=(layers * (attention + min(chosen, experts) * product) + rest) / tp,
     )
-
-
-def _size(config: Mapping[str, Any], name: str) -> int:
-    value = config.get(name)
-    if type(value) is not int or value < 1:  # True is an int, too
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    return value
 
 
 def costs(

@@ -11,8 +11,10 @@ import math
 import numpy as np
 
 from sgl_prefix_attn.jit import cached_njit
+from sgl_prefix_attn.records import PathTable
 from sgl_prefix_attn.tools.analyze import server_state as sv
 from sgl_prefix_attn.tools.analyze.block_cache import C_HELD, C_USED, evict, hold, release
+from sgl_prefix_attn.tools.analyze.trace import Trace
 
 PREFILL_TOKENS = 8192  # of one pass; SGLang's --chunked-prefill-size on these GPUs
 # Decode steps after which a batch that stays is looked at again, as the server's headroom.
@@ -91,17 +93,6 @@ def _prefill(requests, costs, state):
 
 
 @cached_njit
-def _reserve(requests, r):
-    """Tokens that a request may come to need besides its blocks."""
-    return requests.output[r] + requests.prompt[r] - _covered(requests, r)
-
-
-@cached_njit
-def _covered(requests, r):
-    return min(requests.prompt[r], requests.num_blocks[r] * requests.block_tokens)
-
-
-@cached_njit
 def _tokens(requests, r, i):
     return min(requests.block_tokens, requests.prompt[r] - i * requests.block_tokens)
 
@@ -112,7 +103,7 @@ def _fits(requests, costs, state, r):
     held = cache.counts[C_HELD]
     for i in range(requests.num_blocks[r]):
         held += cache.holders[requests.blocks[requests.first[r] + i]] <= 0
-    reserved = state.counts[sv.N_RESERVED] + _reserve(requests, r)
+    reserved = state.counts[sv.N_RESERVED] + state.reserve[r]
     return held * requests.block_tokens + reserved <= costs.kv_tokens
 
 
@@ -127,7 +118,7 @@ def _admit(requests, costs, state, r):
         was_there, is_first = hold(cache, requests.blocks[requests.first[r] + i])
         cached += tokens * was_there
         counts[sv.N_HELD] += tokens * is_first
-    counts[sv.N_RESERVED] += _reserve(requests, r)
+    counts[sv.N_RESERVED] += state.reserve[r]
     while cache.counts[C_USED] * requests.block_tokens + counts[sv.N_RESERVED] > costs.kv_tokens:
         if not evict(cache):
             break
@@ -135,7 +126,7 @@ def _admit(requests, costs, state, r):
     state.left[counts[sv.N_RUNNING]] = requests.output[r] - 1
     counts[sv.N_RUNNING] += 1
     counts[sv.N_KV] += requests.prompt[r] + 1
-    counts[sv.N_COVERED] += _covered(requests, r)
+    counts[sv.N_COVERED] += state.covered[r]
     counts[sv.N_PROMPT] += requests.prompt[r]
     cached = min(cached, requests.prompt[r] - 1)
     counts[sv.N_CACHED] += cached
@@ -179,8 +170,8 @@ def _drop_finished(requests, state, first):
             seconds = state.now[sv.T_CLOCK] - state.begun[r]
             state.tpot[r] = seconds / (requests.output[r] - 1)
         counts[sv.N_KV] -= requests.prompt[r] + requests.output[r]
-        counts[sv.N_COVERED] -= _covered(requests, r)
-        counts[sv.N_RESERVED] -= _reserve(requests, r)
+        counts[sv.N_COVERED] -= state.covered[r]
+        counts[sv.N_RESERVED] -= state.reserve[r]
         # the deepest first: it is the first that may go
         for b in range(requests.num_blocks[r] - 1, -1, -1):
             if release(state.cache, requests.blocks[requests.first[r] + b]):
@@ -197,3 +188,36 @@ def lengths(requests, state):
         r = state.running[i]
         out[i] = requests.prompt[r] + requests.output[r] - state.left[i]
     return out
+
+
+def batch_paths(
+    requests: Trace, rows: np.ndarray, seq_lens: np.ndarray, node_of: np.ndarray
+) -> PathTable:
+    """Return the paths of the requests `rows` int64 [B], whose lengths are seq_lens int64 [B]: a
+    node for each block of their prompts. node_of int32 [blocks] holds -1, before and after."""
+    parent, length, leaf = _nodes(requests, node_of, rows)
+    return PathTable.of(parent, length, leaf, seq_lens)
+
+
+@cached_njit
+def _nodes(requests, node_of, rows):
+    most = 0
+    for r in rows:
+        most += requests.num_blocks[r]
+    parent, length = np.empty(most, np.int32), np.empty(most, np.int32)
+    blocks = np.empty(most, np.int32)
+    leaf = np.full(rows.size, -1, np.int32)
+    size = 0
+    for row in range(rows.size):
+        r = rows[row]
+        for i in range(requests.num_blocks[r]):
+            block = requests.blocks[requests.first[r] + i]
+            if node_of[block] < 0:
+                node_of[block] = size
+                blocks[size], parent[size] = block, leaf[row]
+                length[size] = _tokens(requests, r, i)
+                size += 1
+            leaf[row] = node_of[block]
+    for block in blocks[:size]:
+        node_of[block] = -1
+    return parent[:size].copy(), length[:size].copy(), leaf

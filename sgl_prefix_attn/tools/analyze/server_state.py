@@ -51,6 +51,8 @@ class State(NamedTuple):
             they still generate
     rates   float64 [64]  attention seconds for a KV token of batches like those looked at before,
             by half octaves of their KV tokens; 0 where there was none
+    covered, reserve  int64 [n]  tokens of a prompt that its blocks hold, and those that the request
+            may come to need besides
     begun, ttft, tpot  float64, float32, float32 [n]  when the first token was there, seconds; NaN
             where there is none
     """
@@ -60,6 +62,8 @@ class State(NamedTuple):
     running: np.ndarray
     left: np.ndarray
     rates: np.ndarray
+    covered: np.ndarray
+    reserve: np.ndarray
     begun: np.ndarray
     ttft: np.ndarray
     tpot: np.ndarray
@@ -70,6 +74,7 @@ def new_state(trace: Trace, costs: Costs) -> State:
     requests = trace.size
     # However large the server is: no more than the trace can come to use.
     most_running = min(costs.most_running, requests)
+    covered = np.minimum(trace.prompt, trace.num_blocks.astype(np.int64) * trace.block_tokens)
     counts = np.zeros(17, np.int64)
     counts[N_LOOKED] = -(1 << 40)  # never
     return State(
@@ -78,6 +83,8 @@ def new_state(trace: Trace, costs: Costs) -> State:
         running=np.zeros(most_running, np.int64),
         left=np.zeros(most_running, np.int64),
         rates=np.zeros(64),
+        covered=covered,
+        reserve=trace.output + trace.prompt - covered,
         begun=np.zeros(requests),
         ttft=np.full(requests, np.nan, np.float32),
         tpot=np.full(requests, np.nan, np.float32),

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import ast
 import re
-from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -35,8 +34,7 @@ _META = {
 }
 
 
-@dataclass(frozen=True)
-class Logged:
+class Logged(NamedTuple):
     """arrival: seconds since 1970; prompt: token ids or text, as long as `tokens` unless cut."""
 
     arrival: float

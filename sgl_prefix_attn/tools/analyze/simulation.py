@@ -21,7 +21,6 @@ from sgl_prefix_attn.step.evaluate import TimePredictor, evaluate
 from sgl_prefix_attn.step.policy import BatchFacts
 from sgl_prefix_attn.tools.analyze import server_loop as loop
 from sgl_prefix_attn.tools.analyze import server_state as sv
-from sgl_prefix_attn.tools.analyze.batch_paths import batch_paths
 from sgl_prefix_attn.tools.analyze.trace import Trace
 
 MOST_LOOKS = 2048
@@ -86,6 +85,11 @@ class Simulated:
         """Count the decode steps, int64 [looks], that each look stands for."""
         return np.diff([*(look.step for look in self.looks), self.steps])
 
+    @property
+    def generated(self) -> int:
+        """Count the tokens that came, those of prefills too."""
+        return self.tokens + int((~np.isnan(self.ttft)).sum())
+
 
 def simulate(
     trace: Trace,
@@ -110,7 +114,7 @@ def simulate(
     while loop.advance(trace, costs, state, stride):
         step = int(counts[sv.N_STEPS])
         seq_lens = loop.lengths(trace, state)
-        paths = batch_paths(trace, state.running[: seq_lens.size], seq_lens, node_of)
+        paths = loop.batch_paths(trace, state.running[: seq_lens.size], seq_lens, node_of)
         facts = replace(facts, steps=step - (looks[-1].step if looks else 0) + facts.steps)
         done = evaluate(paths, facts, planner, predictor)
         is_prefix = done.decision.variant == PREFIX

@@ -65,16 +65,12 @@ def _times(findings: Findings) -> Table:
         ("TPOT p99, ms", lambda run: findings.tpot(run, 0.99), ",.2f"),
         ("decode step p50, ms", findings.between_tokens, ",.2f"),
         ("TTFT p50, s", lambda run: float(np.nanmedian(run.ttft)), ",.3f"),
-        ("output tokens/s", lambda run: _generated(run) / run.seconds, ",.0f"),
+        ("output tokens/s", lambda run: run.generated / run.seconds, ",.0f"),
     ]
     for name, value, form in rows:
         ours, theirs = value(prefix), value(stock)
         table.add_row(name, format(theirs, form), format(ours, form), f"{ours / theirs:.3f}")
     return table
-
-
-def _generated(run: Simulated) -> int:
-    return run.tokens + int((~np.isnan(run.ttft)).sum())
 
 
 def _over_time(run: Simulated) -> Table:

@@ -17,6 +17,7 @@ from sgl_prefix_attn.tools.analyze.blocks import (
     name_hash_ids,
 )
 
+BLOCK = 32  # tokens of a prompt that are compared at once
 LATEST = 1e12  # seconds: a float64 still tells milliseconds apart
 
 
@@ -26,10 +27,8 @@ class Request:
 
     arrival  seconds, None where the trace does not say
     prompt, output  tokens
-    content  uint [...]  what the prompt's blocks are, equal where the prompts are: `per_block`
-             numbers for each
-    block_tokens  tokens of a block; None where `content` is a hash id for each, whose size the
-             line does not say
+    content  uint [...]  equal where the prompts are: `per_token` numbers for each token; with None
+             a hash id for each block, whose size the line does not say
     samples  requests that share the prompt (n > 1)
     is_cut   whether `content` ends before the prompt does
     is_limit  whether `output` is only the most that it may be
@@ -39,8 +38,7 @@ class Request:
     prompt: int
     output: int
     content: np.ndarray
-    per_block: int
-    block_tokens: int | None
+    per_token: int | None
     samples: int = 1
     is_cut: bool = False
     is_limit: bool = False
@@ -54,6 +52,11 @@ class Request:
             raise ValueError(f"{self.samples} samples of a prompt")
         if self.arrival is not None and not 0 <= self.arrival < LATEST:
             raise ValueError(f"arrival at {self.arrival} s: is it another --time-unit?")
+
+    @property
+    def block_tokens(self) -> int | None:
+        """Return the tokens that are compared at once, None for those behind a hash id."""
+        return None if self.per_token is None else BLOCK
 
 
 class Trace(NamedTuple):
@@ -101,6 +104,12 @@ class Trace(NamedTuple):
         return self._replace(arrival=np.arange(self.size) / rate, has_arrivals=True)
 
 
+# A request of a trace that is being read: `first` and `num_blocks` are those of Trace.
+_ROW = np.dtype(
+    [("arrival", "f8"), ("first", "i8"), ("prompt", "i4"), ("output", "i4"), ("num_blocks", "i4")]
+)
+
+
 class TraceBuilder:
     """Collects requests, 28 bytes each and 8 for each block.
 
@@ -108,14 +117,13 @@ class TraceBuilder:
     """
 
     def __init__(self, hash_tokens: int | None = None):
-        self._arrival, self._first = array("d"), array("q")
-        self._sizes, self._blocks = array("i"), array("Q")
+        self._rows, self._blocks = bytearray(), array("Q")
         self._hash_tokens = hash_tokens
         self._block_tokens: int | None = None
 
     @property
     def is_empty(self) -> bool:
-        return not self._arrival
+        return not self._rows
 
     def add(self, request: Request) -> None:
         """Take one more. Raises ValueError for a prompt among hash ids, and the reverse."""
@@ -123,15 +131,17 @@ class TraceBuilder:
             self._block_tokens = request.block_tokens
         elif request.block_tokens != self._block_tokens:
             kinds = ("hash_ids", "a prompt")
-            has, had = kinds if request.block_tokens is None else reversed(kinds)
+            has, had = kinds if request.per_token is None else reversed(kinds)
             raise ValueError(f"it has {has}, those before had {had}")
         blocks = request.content.astype(np.uint64)
-        if request.block_tokens is not None:
-            blocks = block_names(blocks, request.per_block, request.prompt, request.block_tokens)
-        for _ in range(request.samples):
-            self._arrival.append(math.nan if request.arrival is None else request.arrival)
-            self._first.append(len(self._blocks))
-            self._sizes.extend((request.prompt, request.output, blocks.size))
+        if request.per_token is not None:
+            per_block = BLOCK * request.per_token
+            if request.is_cut:  # within a block, perhaps
+                blocks = blocks[: blocks.size // per_block * per_block]
+            blocks = block_names(blocks, per_block, request.prompt, BLOCK)
+        arrival = math.nan if request.arrival is None else request.arrival
+        row = arrival, len(self._blocks), request.prompt, request.output, blocks.size
+        self._rows += request.samples * np.array(row, _ROW).tobytes()
         self._blocks.frombytes(blocks.tobytes())
 
     def finish(self) -> tuple[Trace, list[str]]:
@@ -140,57 +150,50 @@ class TraceBuilder:
         and where no block size can be inferred."""
         if self.is_empty:
             raise ValueError("it holds no request")
-        arrival, first = np.frombuffer(self._arrival), np.frombuffer(self._first, np.int64)
-        sizes = np.frombuffer(self._sizes, np.int32).reshape(-1, 3)
-        blocks = np.frombuffer(self._blocks, np.uint64)
+        rows, blocks = np.frombuffer(self._rows, _ROW), np.frombuffer(self._blocks, np.uint64)
         notes: list[str] = []
-
-        def keep(kept: np.ndarray, without: str) -> None:
-            nonlocal arrival, first, sizes
-            if left_out := int((~kept).sum()):
-                notes.append(f"{left_out:,} requests {without}, left out")
-                arrival, first, sizes = arrival[kept], first[kept], sizes[kept]
-
         block_tokens = self._block_tokens
         if block_tokens is None:
-            prompt, _, count = sizes.T
-            block_tokens = self._hash_tokens or inferred_block_tokens(prompt, count)
+            block_tokens = self._hash_tokens or inferred_block_tokens(
+                rows["prompt"], rows["num_blocks"]
+            )
             if not self._hash_tokens:
                 notes.append(
                     f"{block_tokens:,} tokens behind a hash id, as input_length / len(hash_ids) "
                     "says (--block-size)"
                 )
-            keep(
-                fit(prompt, count, block_tokens),
-                f"whose hash_ids do not fit {block_tokens:,} tokens",
-            )
-            if not arrival.size:
+            fitting = fit(rows["prompt"], rows["num_blocks"], block_tokens)
+            rows = _kept(rows, fitting, f"whose hash_ids do not fit {block_tokens:,} tokens", notes)
+            if not rows.size:
                 raise ValueError(f"--block-size {block_tokens}: no request has such hash_ids")
-            prompt, _, count = sizes.T
-            name_hash_ids(blocks, first, prompt, count, block_tokens)
+            name_hash_ids(blocks, rows, block_tokens)
         elif self._hash_tokens:
             raise ValueError("--block-size is for hash_ids, and it has prompts")
-
-        is_timed = ~np.isnan(arrival)
-        has_arrivals = 2 * is_timed.sum() >= is_timed.size
+        is_timed = ~np.isnan(rows["arrival"])
+        has_arrivals = bool(2 * is_timed.sum() >= is_timed.size)
         if has_arrivals:
-            keep(is_timed, "without an arrival")
-        else:
-            if is_timed.any():
-                notes.append(f"{is_timed.sum():,} requests have an arrival, which is not used")
-            arrival = np.zeros_like(arrival)
-        order = np.argsort(arrival, kind="stable")
-        prompt, output, count = sizes[order].T
+            rows = _kept(rows, is_timed, "without an arrival", notes)
+            rows = rows[np.argsort(rows["arrival"], kind="stable")]
+        elif is_timed.any():
+            notes.append(f"{is_timed.sum():,} requests have an arrival, which is not used")
+        arrival = rows["arrival"] - rows["arrival"][0] if has_arrivals else np.zeros(rows.size)
         names, numbers = np.unique(blocks, return_inverse=True)
         trace = Trace(
-            arrival=arrival[order] - arrival[order[0]],
-            prompt=prompt,
-            output=output,
-            first=first[order],
-            num_blocks=count,
+            arrival=arrival,
+            prompt=rows["prompt"].copy(),
+            output=rows["output"].copy(),
+            first=rows["first"].copy(),
+            num_blocks=rows["num_blocks"].copy(),
             blocks=numbers.astype(np.int32),
             distinct_blocks=names.size,
             block_tokens=block_tokens,
-            has_arrivals=bool(has_arrivals),
+            has_arrivals=has_arrivals,
         )
         return trace, notes
+
+
+def _kept(rows: np.ndarray, kept: np.ndarray, without: str, notes: list[str]) -> np.ndarray:
+    """Those of the rows; `notes` gets how many are left out."""
+    if left_out := int((~kept).sum()):
+        notes.append(f"{left_out:,} requests {without}, left out")
+    return rows[kept]

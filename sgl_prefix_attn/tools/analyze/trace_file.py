@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from sgl_prefix_attn.tools.analyze import sglang_log, trace_lines
 from sgl_prefix_attn.tools.analyze.containers import unpacked
@@ -15,8 +15,7 @@ SHOWN = 5  # bad lines that are told with their number and what is wrong with th
 SUSPECTED, SHORTEST, LONGEST = 10, 0.01, 120.0
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """bad: lines that cannot be used, problems: (line number, why) of the first; notes: what else
     there is to know about the trace."""
 
@@ -79,9 +78,8 @@ def _suspicions(trace: Trace) -> list[str]:
     gap = float(trace.arrival[-1]) / max(1, trace.size - 1)
     if trace.size < SUSPECTED or gap == 0 or SHORTEST <= gap <= LONGEST:
         return []
-    every, unit = (f"{1e3 * gap:,.2g} ms", "seconds")
-    if gap > LONGEST:
-        every, unit = (f"{gap:,.0f} s", "milliseconds")
+    short, long = (f"{1e3 * gap:,.2g} ms", "seconds"), (f"{gap:,.0f} s", "milliseconds")
+    every, unit = long if gap > LONGEST else short
     return [
         f"suspicious: one request every {every} on average; if the times are in {unit}, give "
         f"--time-unit {unit}"

@@ -24,7 +24,6 @@ import orjson
 from sgl_prefix_attn.tools.analyze import sglang_log
 from sgl_prefix_attn.tools.analyze.trace import Request
 
-BLOCK = 32  # prompt tokens that are compared at once
 CHARACTERS = 4  # of text are taken for a token
 Row = dict[str, Any]
 
@@ -49,21 +48,18 @@ def parse(line: bytes | Any, options: Options = DEFAULTS) -> Request:
     if not isinstance(line, bytes):
         return _parse_row(line, options)
     logged = sglang_log.parse(line)
-    if logged is None:
-        try:
-            return _parse_row(orjson.loads(line), options)
-        except orjson.JSONDecodeError as error:
-            raise ValueError(f"no JSON: {error}") from None
-    content, per_token = _content(logged.prompt, options, logged.is_cut)
-    return Request(
-        arrival=logged.arrival,
-        prompt=logged.tokens,
-        output=logged.output,
-        content=content,
-        per_block=BLOCK * per_token,
-        block_tokens=BLOCK,
-        is_cut=logged.is_cut,
-    )
+    if logged is not None:
+        return Request(
+            logged.arrival,
+            logged.tokens,
+            logged.output,
+            *_content(logged.prompt, options),
+            is_cut=logged.is_cut,
+        )
+    try:
+        return _parse_row(orjson.loads(line), options)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"no JSON: {error}") from None
 
 
 def is_request(row: Row) -> bool:
@@ -76,34 +72,31 @@ def _parse_row(row: Any, options: Options) -> Request:
         raise ValueError("no JSON object")
     for field, read in _READERS.items():
         if row.get(field) is not None:
-            return read(row, options)
+            return read(row, row[field], options)
     raise ValueError(f"it has none of {', '.join(_READERS)}")
 
 
-def _hashed(row: Row, options: Options) -> Request:
+def _hashed(row: Row, hash_ids: Any, options: Options) -> Request:
     output, is_limit = _output(row)
     return Request(
         arrival=_arrival(row, options),
         prompt=_count(row, "input_length"),
         output=output,
-        content=_integers(row["hash_ids"]),
-        per_block=1,
-        block_tokens=None,
+        content=_integers(hash_ids),
+        per_token=None,
         is_limit=is_limit,
     )
 
 
-def _batch(row: Row, options: Options) -> Request:
-    body = row["body"]
+def _batch(row: Row, body: Any, options: Options) -> Request:
     if not isinstance(body, dict) or "body" in body:
         raise ValueError("its body is no request")
-    times = {name: row[name] for name in _TIMES if name in row}
-    return _parse_row(body | times, options)
+    return _parse_row(body | {name: row[name] for name in _TIMES if name in row}, options)
 
 
-def _chat(row: Row, options: Options) -> Request:
+def _chat(row: Row, messages: Any, options: Options) -> Request:
     try:
-        turns = [(message["role"], _said(message)) for message in row["messages"]]
+        turns = [(message["role"], _said(message)) for message in messages]
         prompt = _json_text(row.get("tools"))  # chat templates begin with them
     except (TypeError, KeyError, AttributeError):
         raise ValueError(
@@ -111,7 +104,7 @@ def _chat(row: Row, options: Options) -> Request:
         ) from None
     answer = turns.pop()[1] if turns and turns[-1][0] == "assistant" else None
     prompt += "".join(f"{role}\n{text}\n" for role, text in turns)
-    return _request(row, prompt, answer, options)
+    return _prompted(row, prompt, options, answer)
 
 
 def _said(message: Row) -> str:
@@ -126,37 +119,17 @@ def _json_text(value: Any) -> str:
     return orjson.dumps(value).decode() if value else ""
 
 
-def _conversation(row: Row, options: Options) -> Request:
+def _conversation(row: Row, turns: Any, options: Options) -> Request:
     try:
         prompt, answer = (
-            turn["content"] if "content" in turn else turn["value"]
-            for turn in row["conversations"][:2]
+            turn["content"] if "content" in turn else turn["value"] for turn in turns[:2]
         )
     except (TypeError, KeyError, ValueError):
         raise ValueError("its conversations are no prompt and answer with their content") from None
-    return _request(row, prompt, answer, options)
+    return _prompted(row, prompt, options, answer)
 
 
-def _prompt(row: Row, options: Options) -> Request:
-    given = next(row[name] for name in ("prompt", "input_ids", "text") if row.get(name) is not None)
-    return _request(row, given, None, options)
-
-
-_READERS: dict[str, Callable[[Row, Options], Request]] = {
-    "hash_ids": _hashed,
-    "body": _batch,
-    "messages": _chat,
-    "conversations": _conversation,
-    "prompt": _prompt,
-    "input_ids": _prompt,
-    "text": _prompt,
-}
-_TIMES = {"arrival": 1.0, "timestamp": 1e-3}  # seconds
-_OUTPUTS = ("output_length", "output_len", "output_tokens")
-_LIMITS = ("max_completion_tokens", "max_tokens")
-
-
-def _request(row: Row, prompt: Any, answer: Any, options: Options) -> Request:
+def _prompted(row: Row, prompt: Any, options: Options, answer: Any = None) -> Request:
     """A request whose prompt, and perhaps answer, the trace has."""
     content, per_token = _content(prompt, options)
     tokens = None
@@ -169,11 +142,24 @@ def _request(row: Row, prompt: Any, answer: Any, options: Options) -> Request:
         prompt=-(-content.size // per_token),
         output=output,
         content=content,
-        per_block=BLOCK * per_token,
-        block_tokens=BLOCK,
+        per_token=per_token,
         samples=_count(row, "n") if row.get("n") is not None else 1,
         is_limit=is_limit,
     )
+
+
+_READERS: dict[str, Callable[[Row, Any, Options], Request]] = {
+    "hash_ids": _hashed,
+    "body": _batch,
+    "messages": _chat,
+    "conversations": _conversation,
+    "prompt": _prompted,
+    "input_ids": _prompted,
+    "text": _prompted,
+}
+_TIMES = {"arrival": 1.0, "timestamp": 1e-3}  # seconds
+_OUTPUTS = ("output_length", "output_len", "output_tokens")
+_LIMITS = ("max_completion_tokens", "max_tokens")
 
 
 def _arrival(row: Row, options: Options) -> float | None:
@@ -199,23 +185,15 @@ def _output(row: Row, answered: int | None = None) -> tuple[int, bool]:
     raise ValueError(f"it has no answer, nor any of {', '.join((*_OUTPUTS, *_LIMITS))}")
 
 
-def _content(prompt: Any, options: Options, is_cut: bool = False) -> tuple[np.ndarray, int]:
-    """What the prompt is made of, tokens, words or characters, and how many of them are a token; of
-    one that was cut only whole blocks."""
+def _content(prompt: Any, options: Options) -> tuple[np.ndarray, int]:
+    """What the prompt is made of, tokens, words or characters, and how many of them are a token."""
     if isinstance(prompt, str) and options.words:
-        content, per_token = np.array([hash(word) for word in prompt.split()], np.int64), 1
-    elif isinstance(prompt, str):
-        content, per_token = _characters(prompt), CHARACTERS
-    elif isinstance(prompt, list):
-        content, per_token = _integers(prompt), 1
-    else:
-        raise ValueError("its prompt is neither a list of token ids nor text")
-    block = BLOCK * per_token
-    return content[: content.size // block * block] if is_cut else content, per_token
-
-
-def _characters(text: str) -> np.ndarray:
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+        return np.array([hash(word) for word in prompt.split()], np.int64), 1
+    if isinstance(prompt, str):
+        return np.frombuffer(prompt.encode("utf-32-le", "surrogatepass"), np.uint32), CHARACTERS
+    if isinstance(prompt, list):
+        return _integers(prompt), 1
+    raise ValueError("its prompt is neither a list of token ids nor text")
 
 
 def _integers(values: Any) -> np.ndarray:

@@ -3,6 +3,7 @@
 The same seed gives the same batches: calibration and held-out evaluation differ in nothing but it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +12,14 @@ from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.records import PathTable
 from sgl_prefix_attn.tools.explain.tree import Tree
 
-LENGTHS = ("homogeneous", "bucketed", "bimodal", "uniform", "zipf")
+# Families of lengths: how KV tokens of requests are drawn.
+LENGTHS: dict[str, Callable[[np.random.Generator, int, int], np.ndarray]] = {
+    "homogeneous": lambda rng, size, mean: np.full(size, mean),
+    "bucketed": lambda rng, size, mean: mean * rng.choice([0.25, 0.5, 1.0, 2.0], size),
+    "bimodal": lambda rng, size, mean: np.where(rng.random(size) < 0.8, mean / 4, mean * 4),
+    "uniform": lambda rng, size, mean: rng.uniform(0, 2 * mean, size),
+    "zipf": lambda rng, size, mean: mean * np.clip(rng.zipf(1.5, size), 1, 64) / 4,
+}
 SHARING = ("none", "prompt", "groups", "levels")
 MAX_BATCH = 256
 _TRIES = 1000  # of one batch, until it fits the pool
@@ -99,17 +107,7 @@ def _draw_one(rng, lengths: str, sharing: str, size: int, mean: int, page_size: 
 
 def _lengths(rng, family: str, size: int, mean: int) -> np.ndarray:
     """Draw KV tokens of each request, about `mean` on average."""
-    if family == "homogeneous":
-        drawn = np.full(size, mean)
-    elif family == "bucketed":
-        drawn = mean * rng.choice([0.25, 0.5, 1.0, 2.0], size)
-    elif family == "bimodal":
-        drawn = np.where(rng.random(size) < 0.8, mean / 4, mean * 4)
-    elif family == "uniform":
-        drawn = rng.uniform(0, 2 * mean, size)
-    else:
-        drawn = mean * np.clip(rng.zipf(1.5, size), 1, 64) / 4
-    return np.clip(drawn, 1, LONGEST).astype(np.int64)
+    return np.clip(LENGTHS[family](rng, size, mean), 1, LONGEST).astype(np.int64)
 
 
 def _log_uniform(rng, low: int, high: int) -> int:

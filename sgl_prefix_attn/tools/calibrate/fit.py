@@ -27,8 +27,6 @@ def fit_stock(
     works: Sequence[StockWork], us: np.ndarray, costs: KvCosts, start: Mapping[str, float]
 ) -> dict[str, float]:
     """Return the named coefficients with which `works` take `us` [n], as nearly as can be."""
-    from scipy.optimize import least_squares
-
     names, _, low, high = zip(*STOCK_COEFFICIENTS, strict=True)
     target = np.log(us)
 
@@ -37,10 +35,8 @@ def fit_stock(
         # A coefficient may be negative on the way: such a time is as bad as a tiny one.
         return np.log(np.maximum(predicted, 1e-3)) - target
 
-    # soft_l1: a batch that the formula does not describe must not bend it for all others
-    first = [start[name] for name in names]
-    found = least_squares(residuals, first, bounds=(low, high), loss="soft_l1", f_scale=0.05)
-    return dict(zip(names, found.x.tolist(), strict=True))
+    found = _least_squares(residuals, [start[name] for name in names], bounds=(low, high))
+    return dict(zip(names, found.tolist(), strict=True))
 
 
 def fit_rates(
@@ -48,8 +44,6 @@ def fit_rates(
 ) -> KernelRates:
     """Return the rates by which `predict` comes nearest to `us` [n], in logarithms; _PULL keeps
     them near `start`."""
-    from scipy.optimize import least_squares
-
     kind, first = type(start), np.array(list(vars(start).values()))
     target = np.log(us)
 
@@ -57,10 +51,15 @@ def fit_rates(
         rates = kind(*(first * np.exp(factors)).tolist())
         return np.concatenate([np.log(predict(rates)) - target, _PULL * factors])
 
-    found = least_squares(
-        residuals, np.zeros(first.size), loss="soft_l1", f_scale=0.05, max_nfev=40
-    )
-    return kind(*(first * np.exp(found.x)).tolist())
+    found = _least_squares(residuals, np.zeros(first.size), max_nfev=40)
+    return kind(*(first * np.exp(found)).tolist())
+
+
+def _least_squares(residuals: Callable, start, **options) -> np.ndarray:
+    from scipy.optimize import least_squares
+
+    # soft_l1: a batch that the formula does not describe must not bend it for all others
+    return least_squares(residuals, start, loss="soft_l1", f_scale=0.05, **options).x
 
 
 def cross_validate(

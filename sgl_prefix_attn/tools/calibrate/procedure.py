@@ -3,6 +3,7 @@
 Measuring needs a GPU and leaves a samples file; fitting needs that file alone.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,7 +50,7 @@ def measure(
         header = _header(task, meter)
         samples.start(path, header)
     else:
-        samples.drop_torn_line(path, earlier)
+        os.truncate(path, earlier.size)  # a torn line: append() starts one of its own
         header, rows = earlier.header, {row.number: row for row in earlier.rows}
         say(f"{len(rows)} of {task.count} batches are in {path} already")
     say(f"bandwidth: {header.bandwidth:.4g} bytes/us")
@@ -167,19 +168,17 @@ def read_measured(path: Path) -> Measured:
 
 def hold_out(measured: Measured) -> HeldOut:
     """Predict each batch by models that are fitted without it."""
-    m, costs = measured, measured.header.kv_costs
-    planner, count = planner_of(m.header), len(m.batches)
-    stock = fit.cross_validate(
-        lambda seen: tuple(fit_stock(m, seen).values()),
-        lambda coefficients, i: stock_physical(coefficients, m.works[i], costs),
-        count,
+    m, costs, planner = measured, measured.header.kv_costs, planner_of(measured.header)
+    predicted = fit.cross_validate(
+        lambda seen: (fit_stock(m, seen), fit_rates(m, planner, seen)),
+        lambda fitted, i: (
+            stock_physical(fitted[0].values(), m.works[i], costs),
+            cuts.predict(m.cuts[i], m.works[i].unique, planner, fitted[1]),
+        ),
+        len(m.batches),
     )
-    cut_us = fit.cross_validate(
-        lambda seen: fit_rates(m, planner, seen),
-        lambda rates, i: cuts.predict(m.cuts[i], m.works[i].unique, planner, rates),
-        count,
-    )
-    return HeldOut(np.array(stock), cut_us)
+    stock_us, cut_us = zip(*predicted, strict=True)
+    return HeldOut(np.array(stock_us), list(cut_us))
 
 
 def fit_stock(measured: Measured, seen: list[int]) -> dict[str, float]:

@@ -97,7 +97,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Samples:
-    """What a samples file holds; `size` is the file's up to the last whole line."""
+    """What a samples file holds; `size` is the file's up to the last whole line, in bytes."""
 
     header: Header
     rows: list[Sample]
@@ -133,12 +133,6 @@ def read(path: Path) -> Samples:
         return Samples(read_record(first, Header, FORMAT), [_sample(line) for line in others], size)
     except (OSError, CalibrationError) as error:
         raise CalibrationError(f"{path}: {error}") from None
-
-
-def drop_torn_line(path: Path, samples: Samples) -> None:
-    """Cut off what read() did not count, so that append() starts a line of its own."""
-    with writing(path), path.open("rb+") as file:
-        file.truncate(samples.size)
 
 
 def _sample(line: bytes) -> Sample:

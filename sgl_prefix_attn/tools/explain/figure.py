@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
-from matplotlib.text import Text as MplText
+from matplotlib.patches import Rectangle
 
 from sgl_prefix_attn.plan.view import PlanView
 from sgl_prefix_attn.ranges import stretches
@@ -17,8 +14,6 @@ from sgl_prefix_attn.ranges import stretches
 INK, MUTED, FILL, PRIVATE = "#1f2933", "#66727f", "#dbe4ee", "#f4f5f3"
 SHARED = ("#2f6db3", "#d4732a", "#3c9a6b", "#a8478f", "#8a6d1f", "#c0404d", "#4c5fb8", "#2a9aa5")
 WIDTH_IN, DPI = 12.0, 120
-
-Labels = list[tuple[MplText, Patch]]
 
 
 def draw(view: PlanView) -> Figure:
@@ -34,17 +29,11 @@ def draw(view: PlanView) -> Figure:
     )  # fmt: skip
     forest, tiles, ctas = figure.subplots(3, 1, height_ratios=heights)
     order = _request_order(view)
-    labels: Labels = []
-    _forest(forest, view, order, labels)
-    _tiles(tiles, view, order, labels)
+    _forest(forest, view, order)
+    _tiles(tiles, view, order)
     _ctas(ctas, view)
-    _fit(figure, labels)
+    _fit_labels(figure)
     return figure
-
-
-def save(figure: Figure, file: Path) -> None:
-    """Write a PNG whose bytes depend on nothing but the picture."""
-    figure.savefig(file, format="png", metadata={"Software": None})
 
 
 def _request_order(view: PlanView) -> list[int]:
@@ -56,21 +45,21 @@ def _request_order(view: PlanView) -> list[int]:
     return sorted(range(len(paths)), key=lambda row: (*paths[row], len(view.nodes), row))
 
 
-def _forest(ax: Axes, view: PlanView, order: list[int], labels: Labels) -> None:
+def _forest(ax: Axes, view: PlanView, order: list[int]) -> None:
     _rows(ax, view, order, "Forest: what requests share (tokens)")
     place = {row: y for y, row in enumerate(order)}
     for row, y in place.items():
         start, end = int(view.forest.tail_start[row]), int(view.forest.seq_lens[row])
         label = f"{end - start}"
-        labels += _box(ax, start, end, y, 1, PRIVATE, label, ink=MUTED, edge="#c9ced3")
+        _box(ax, start, end, y, 1, PRIVATE, label, ink=MUTED, edge="#c9ced3")
     for i, node in enumerate(view.nodes):
         top = min(place[row] for row in node.requests)
         label = f"node {i}: {node.end - node.start}"
         height = len(node.requests)
-        labels += _box(ax, node.start, node.end, top, height, FILL, label, ink=INK, edge=MUTED)
+        _box(ax, node.start, node.end, top, height, FILL, label, ink=INK, edge=MUTED)
 
 
-def _tiles(ax: Axes, view: PlanView, order: list[int], labels: Labels) -> None:
+def _tiles(ax: Axes, view: PlanView, order: list[int]) -> None:
     _rows(ax, view, order, "Tiles: a CTA per KV head reads a colour; pale is masked")
     ax.set_xlabel("KV position", color=MUTED, fontsize=9)
     place = {row: y for y, row in enumerate(order)}
@@ -78,7 +67,7 @@ def _tiles(ax: Axes, view: PlanView, order: list[int], labels: Labels) -> None:
         parts = f" in {len(tile.parts)} parts" if len(tile.parts) > 1 else ""
         for run in tile.runs:
             for top, height in stretches(sorted(place[row] for row in run.requests)):
-                labels += _box(
+                _box(
                     ax, run.start, run.end, top, height, _colour(i, run.unmasked),
                     f"tile {i}{parts}", ink="white" if run.unmasked else INK, edge="white",
                 )  # fmt: skip
@@ -124,19 +113,19 @@ def _plain(ax: Axes, title: str, width: float) -> None:
     ax.spines[:].set_visible(False)
 
 
-def _box(ax: Axes, start, end, top, height, fill, label, *, ink, edge) -> Labels:
-    """Draw a rectangle over [start, end) with its label, which _fit may turn or remove."""
-    box = ax.add_patch(Rectangle((start, top), end - start, height, facecolor=fill, edgecolor=edge))
-    text = ax.text((start + end) / 2, top + height / 2, label, ha="center", va="center",
-                   fontsize=8, color=ink, in_layout=False,
-                   bbox={"facecolor": fill, "edgecolor": "none", "pad": 1})  # fmt: skip
-    return [(text, box)]
+def _box(ax: Axes, start, end, top, height, fill, label, *, ink, edge) -> None:
+    """Draw a rectangle over [start, end) with its label, which _fit_labels may turn or remove."""
+    ax.add_patch(Rectangle((start, top), end - start, height, facecolor=fill, edgecolor=edge))
+    ax.text((start + end) / 2, top + height / 2, label, ha="center", va="center",
+            fontsize=8, color=ink, in_layout=False,
+            bbox={"facecolor": fill, "edgecolor": "none", "pad": 1})  # fmt: skip
 
 
-def _fit(figure: Figure, labels: Labels) -> None:
+def _fit_labels(figure: Figure) -> None:
     """Keep each label inside its box: along it, else upright, else not at all."""
     figure.draw_without_rendering()
-    for text, box in labels:
+    every = [pair for ax in figure.axes for pair in zip(ax.texts, ax.patches, strict=True)]
+    for text, box in every:
         space, size = box.get_window_extent(), text.get_window_extent()
         if size.width <= space.width and size.height <= space.height:
             continue

@@ -7,14 +7,12 @@ Each leaf is one request; the last level is private and holds the token being de
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
 from sgl_prefix_attn.records import PathTable
 
 MOST_TOKENS = np.iinfo(np.int32).max  # as KV positions and slots are int32
-Node = TypeVar("Node", int, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -59,8 +57,8 @@ class Tree:
         """Count the KV tokens of all nodes, each counted once."""
         return sum(count * length for count, length in zip(self.counts, self.lengths, strict=True))
 
-    def parent(self, level: int, node: Node) -> Node:
-        """Return the index at level - 1 of the node that `node` of `level` hangs below."""
+    def parent(self, level: int, node: np.ndarray) -> np.ndarray:
+        """Return the indices at level - 1 of what each `node` of `level` hangs below."""
         return node * self.counts[level - 1] // self.counts[level]
 
     def paths(self) -> PathTable:
