@@ -47,7 +47,10 @@ def chosen_heads(
             f"--model: {args.model} has latent attention (kv_lora_rank), which decodes by none of "
             "its heads: this command knows nothing of it. `doctor --model` says what runs it"
         )
-    rank, rope = (size(name, config[name]) for name in ("kv_lora_rank", "qk_rope_head_dim"))
+    try:
+        rank, rope = (size(x, config.get(x)) for x in ("kv_lora_rank", "qk_rope_head_dim"))
+    except ValueError as error:
+        raise ValueError(f"--model: {args.model}: {error}") from None
     return config, HeadConfig(heads.num_qo_heads, 1, rank + rope, rank)
 
 

@@ -352,3 +352,11 @@ def test_heads_by_which_a_model_never_decodes_are_not_taken(gpu, capsys):
     assert main.main(["analyze", "trace.jsonl", "--model", str(gpu), "--tp", "4"]) == 2
     assert f"{gpu} has latent attention (kv_lora_rank)" in capsys.readouterr().err
     assert FakeMeter.measured == 0
+
+
+def test_a_size_of_latent_attention_that_is_none_is_named(gpu, capsys, monkeypatch):
+    (gpu / "config.json").write_text(json.dumps(DEEPSEEK | {"qk_rope_head_dim": None}))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert main.main(["calibrate", "--model", str(gpu), "--fallback", "fa3"]) == 2
+    said = f"--model: {gpu}: qk_rope_head_dim must be a positive integer, got None"
+    assert said in capsys.readouterr().err
