@@ -146,14 +146,20 @@ def logprobs() -> str:
 
 
 def real_text() -> str:
-    """Log-probabilities of SmolLM2 along torch_native's greedy tokens, with and without faults."""
-    faults = {"skip_append": "the newest token left out", "drop_node": "a node left out",
-              "swap_tails": "two tails swapped"}  # fmt: skip
-    names = {"logprobs_smollm2_cpu": "-"} | {f"logprobs_smollm2_{f}": t for f, t in faults.items()}
-    lines = [
-        (row["scenario"], fault, row["tokens"], f"{row['mean']:.2g}", f"{row['equal_greedy']:.3f}")
-        for name, fault in names.items()
-        for row in rows(name)
-    ]
-    columns = ("load", "planted fault", "tokens", "mean difference in nats", "equal greedy tokens")
+    """Log-probabilities of released checkpoints along torch_native's greedy tokens, of chats and of
+    a text, with and without planted faults."""
+    models = {"smollm2": "SmolLM2 135M", "gemma3-270m": "Gemma 3 270M"}
+    faults = {"cpu": "-", "skip_append": "the newest token left out",
+              "drop_node": "a node left out", "swap_tails": "two tails swapped"}  # fmt: skip
+    lines = []
+    for model, title in models.items():
+        for fault, planted in faults.items():
+            found = rows(f"logprobs_{model}_{fault}")
+            tokens, means, equal = (
+                ", ".join(f"{row[key]:{form}}" for row in found)
+                for key, form in (("tokens", "d"), ("mean", ".2g"), ("equal_greedy", ".3f"))
+            )
+            lines.append((title, planted, tokens, means, equal))
+    columns = ("model", "planted fault", "tokens", "mean difference in nats", "equal greedy tokens")
+    names = [f"logprobs_{model}_{fault}" for model in models for fault in faults]
     return f"{table(columns, lines)}\n\n{source(*names)}"
