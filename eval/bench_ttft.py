@@ -10,14 +10,12 @@ from __future__ import annotations
 import random
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from eval import provenance
 from eval.cli_values import add_engine_arguments, benchmark, less_more, several
-from eval.dummy_engine import engine_arguments, in_turn, keep, side_by_side
-from eval.engine_process import EngineProcess, end_on_sigterm
+from eval.dummy_engine import engine_arguments, in_turn, run_all, side_by_side
+from eval.engine_process import EngineProcess
 from eval.model_shapes import SHAPES, write_config
 from sgl_prefix_attn.tools.argument_types import count
 
@@ -54,10 +52,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--batches", type=count, default=25)
     add_engine_arguments(parser)
     args = parser.parse_args(argv)
-    end_on_sigterm()
-    meta = provenance.collect("eval.bench_ttft", argv, model_shape=args.model_shape)
-    with tempfile.TemporaryDirectory(prefix="bench-ttft-") as folder:
-        return int(keep(_run(Path(folder), args), [], args.json, meta, _text))
+    return run_all("eval.bench_ttft", argv, args, [lambda folder, _: _run(folder, args)], _text)
 
 
 def _text(row: dict) -> str:

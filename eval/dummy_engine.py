@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -15,9 +16,12 @@ from eval.engine_process import (
     EngineProcess,
     backend_arguments,
     backend_env,
+    end_on_sigterm,
     folder_name,
     names_prefix,
 )
+
+Run = Callable[[Path, list[dict]], Iterator[dict]]
 
 
 def engine_arguments(
@@ -71,22 +75,33 @@ def side_by_side(
         yield engines
 
 
-def keep(
-    rows: Iterable[dict], into: list[dict], path: str | None, meta: dict,
-    text: Callable[[dict], str],
-) -> bool:  # fmt: skip
-    """Add rows to a list as they come, print them and save all. Returns whether an engine failed
-    before all had come, which is told."""
-    try:
-        for row in rows:
-            into.append(row)
-            print(text(row), flush=True)
-            if path:
-                provenance.save(path, meta, into)
-    except EngineError as error:
-        print(f"stopped after {len(into)} rows: {error}", file=sys.stderr)
-        return True
-    return False
+def run_all(
+    module: str, argv: list[str], args, runs: Iterable[Run],
+    text: Callable[[dict], str], **facts,
+) -> int:  # fmt: skip
+    """Print the rows of a benchmark as they come and save all.
+
+    runs   each makes rows of a new folder and the rows so far
+    text   of a row
+    facts  more of the result file's meta
+
+    Returns the exit status: 1 if an engine failed before all rows of a run had come, which is told.
+    """
+    end_on_sigterm()
+    meta = provenance.collect(module, argv, model_shape=args.model_shape, **facts)
+    rows: list[dict] = []
+    status = 0
+    for run in runs:
+        try:
+            with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+                for row in run(Path(folder), rows):
+                    rows.append(row)
+                    print(text(row), flush=True)
+                    provenance.save(args.json, meta, rows)
+        except EngineError as error:
+            print(f"stopped after {len(rows)} rows: {error}", file=sys.stderr)
+            status = 1
+    return status
 
 
 def in_turn(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:

@@ -14,7 +14,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from eval.engine_worker import MARK
@@ -25,6 +25,8 @@ _ERROR = re.compile(r"\b\w*(Error|Exception)\b: ")
 _EVAL_PLUGIN = "eval_plugin"
 # The product's entry points in pyproject.toml.
 _PRODUCT, _PRODUCT_PLATFORM = "prefix_attn", "prefix_attn_cpu"
+# One thread: more of them wait for each other longer than they compute.
+CPU_ENV = {"PREFIX_ATTN_CPU_PLATFORM": "1", "OMP_NUM_THREADS": "1"}
 
 
 class EngineError(RuntimeError):
@@ -110,6 +112,16 @@ class EngineProcess:
         raise EngineError(f"the engine ended with {status}:\n{log_tail(self._log_path)}")
 
 
+def start_session(words: Sequence[str], log: Path, env: Mapping[str, str] | None):
+    """Start a Python module with its arguments and its output in a log, in a session of its own:
+    one signal then reaches all of its processes."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", *words], env=env, stdin=subprocess.DEVNULL, stdout=output,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+
 def log_tail(log: Path) -> str:
     """Return the last lines of a log, behind the first that names an error: what follows on a crash
     can be longer than they are."""
@@ -178,10 +190,15 @@ def environment(
     names = [*plugins, _PRODUCT_PLATFORM] if on_cpu else plugins or [_EVAL_PLUGIN]
     return {
         **base,
-        **({"PREFIX_ATTN_CPU_PLATFORM": "1"} if on_cpu else {}),
+        **(CPU_ENV if on_cpu else {}),
         "SGLANG_PLUGINS": ",".join(names),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(site), base.get("PYTHONPATH", "")])),
+        "PYTHONPATH": python_path(site, base),
     }
+
+
+def python_path(site: Path, base: Mapping[str, str]) -> str:
+    """Put a folder before the search path of an environment."""
+    return os.pathsep.join(filter(None, [str(site), base.get("PYTHONPATH", "")]))
 
 
 def make_site(site: Path, plugin: str | None) -> Path:

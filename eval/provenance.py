@@ -43,8 +43,10 @@ def collect(module: str, argv: list[str], **extra) -> dict:
     }
 
 
-def save(path: str | Path, meta: dict, rows: list[dict], **parts) -> None:
-    """Write a result file at once: a reader sees the old one or the new one."""
+def save(path: str | Path | None, meta: dict, rows: list[dict], **parts) -> None:
+    """Write a result file at once: a reader sees the old one or the new one. None: nowhere."""
+    if path is None:
+        return
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(path.suffix + ".part")
@@ -93,19 +95,20 @@ def sources(folder: str | Path) -> dict:
     return {"commit": commit, "dirty": dirty, "sha256": digest.hexdigest(), "num_files": len(own)}
 
 
-def _git(folder: Path, *args: str) -> str:
+def _output(*command: str) -> str:
     return subprocess.run(
-        ["git", "-C", str(folder), *args], capture_output=True, text=True, check=True, timeout=30
+        command, capture_output=True, text=True, check=True, timeout=30
     ).stdout.strip()
 
 
 def _commit(folder: Path) -> tuple[str | None, bool | None]:
     """Return (None, None) for a folder in which git tracks nothing, even inside a checkout."""
     try:
-        if not _git(folder, "ls-files"):
+        git = ("git", "-C", str(folder))
+        if not _output(*git, "ls-files"):
             return None, None
-        dirty = bool(_git(folder, "status", "--porcelain", "-uno", "--", "."))
-        return _git(folder, "rev-parse", "HEAD"), dirty
+        dirty = bool(_output(*git, "status", "--porcelain", "-uno", "--", "."))
+        return _output(*git, "rev-parse", "HEAD"), dirty
     except (OSError, subprocess.SubprocessError):
         return None, None
 
@@ -121,14 +124,8 @@ def _own_commit() -> tuple[str, bool | None]:
 def _gpu() -> tuple[str | None, str | None]:
     """Return name and driver of the first GPU, (None, None) without one."""
     try:
-        line = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=30,
-        ).stdout.splitlines()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
+        line = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    except (OSError, subprocess.SubprocessError):
         return None, None
-    name, _, driver = line.partition(",")
-    return name.strip(), driver.strip()
+    name, _, driver = line.partition("\n")[0].partition(",")
+    return (name.strip(), driver.strip()) if name else (None, None)

@@ -1,8 +1,7 @@
 """One SGLang HTTP server as a child process: start, wait until healthy, read counters, stop.
 
-`random_server` makes one of an evaluation's backend name, such as default, fa3, prefix or
-fa3/prefix:portable. Every process of a server is ended when its `with` block is left, by whatever
-exception (engine_process.end_on_sigterm makes one of SIGTERM).
+Every process of a server is ended when its `with` block is left, by whatever exception
+(engine_process.end_on_sigterm makes one of SIGTERM).
 """
 
 from __future__ import annotations
@@ -13,15 +12,13 @@ import os
 import random
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from prometheus_client.parser import text_string_to_metric_families
-
+from eval.counters import Counters, parse_metrics
 from eval.engine_process import (
     backend_arguments,
     backend_env,
@@ -32,16 +29,13 @@ from eval.engine_process import (
     make_site,
     names_prefix,
     plugin_names,
+    start_session,
 )
 
 DEFAULT = "default"  # the attention backend that SGLang picks
 _CPU_ARGUMENTS = ("--device", "cpu", "--dtype", "float32", "--max-total-tokens", "32768")
 _POLL_S, _TELL_EVERY_S = 0.5, 10.0
 _ANSWER_LIMIT_S, _FLUSH_LIMIT_S = 60.0, 60.0
-# One thread: more of them wait for each other longer than they compute.
-CPU_ENV = {"PREFIX_ATTN_CPU_PLATFORM": "1", "OMP_NUM_THREADS": "1"}
-
-Counters = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 class ServerError(RuntimeError):
@@ -77,13 +71,8 @@ class ServerProcess:
         self.url = f"http://127.0.0.1:{port}"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         place = ("--host", "127.0.0.1", "--port", str(port))
-        with self.log.open("wb") as log:
-            # In a session of its own: one signal then reaches all of its processes.
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "sglang.launch_server", *self.arguments, *place],
-                env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )  # fmt: skip
+        words = ["sglang.launch_server", *self.arguments, *place]
+        self._process = start_session(words, self.log, self.env)
         return self
 
     def __exit__(self, *_) -> None:
@@ -152,7 +141,7 @@ def random_server(
     home = folder / folder_name(backend)
     home.mkdir(parents=True)
     plugins = plugin_names(product=names_prefix(backend) or on_cpu, evaluation=False)
-    base = os.environ | backend_env(backend) | (CPU_ENV if on_cpu else {})
+    base = os.environ | backend_env(backend)
     return ServerProcess(
         [
             *("--model-path", str(model)),
@@ -173,30 +162,6 @@ def backend_flags(backend: str) -> list[str]:
         return []
     flags = backend_arguments(backend).items()
     return [word for key, value in flags for word in ("--" + key.replace("_", "-"), value)]
-
-
-def read_counters(url: str) -> Counters:
-    """Read /metrics of any server as {(name, sorted labels): value}. Raises OSError."""
-    return parse_metrics(fetch(f"{url}/metrics"))
-
-
-def parse_metrics(text: str) -> Counters:
-    """Return samples of the Prometheus text format as {(name, sorted labels): value}."""
-    return {
-        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-
-
-def samples(counters: Counters, name: str) -> list[tuple[dict[str, str], float]]:
-    """Return labels and value of each sample of a metric that is not 0."""
-    return [(dict(of), value) for (found, of), value in counters.items() if found == name and value]
-
-
-def growth(before: Counters, after: Counters) -> Counters:
-    """Return what each sample grew by; one that was not there before began at 0."""
-    return {key: value - before.get(key, 0) for key, value in after.items()}
 
 
 def free_port() -> int:

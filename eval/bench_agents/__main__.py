@@ -49,8 +49,7 @@ def main(argv: list[str]) -> int:
                 for row in _serve(backend, Path(folder), args):
                     rows.append({"alternation": alternation, **row})
                     print(_text(rows[-1]), flush=True)
-                    if args.json:
-                        provenance.save(args.json, meta, rows)
+                    provenance.save(args.json, meta, rows)
             except (ServerError, runs.ProgramError) as error:
                 failed = True
                 print(f"{backend}: {error}\n{getattr(error, 'log_tail', '')}", file=sys.stderr)

@@ -9,7 +9,8 @@ import inspect
 import time
 from collections.abc import Iterable, Iterator
 
-from eval.server_process import Counters, ServerProcess, growth, samples
+from eval.counters import STEPS, Counters, growth, total
+from eval.server_process import ServerProcess
 
 PROGRAMS = ("tool_agents", "tree_of_thought", "judge", "document_qa")
 # Equal for every backend, or the programs were not the same.
@@ -21,7 +22,6 @@ _TOTALS = {
     "output_tokens": "sglang:generation_tokens_total",
 }
 _LATENCY = "sglang:inter_token_latency_seconds"
-_STEPS = "sglang:prefix_attn_steps_total"
 
 
 class ProgramError(RuntimeError):
@@ -72,14 +72,14 @@ def figures(counters: Counters, seconds: float) -> dict:
 
     tpot_ms is the mean over output tokens of the time that the server took for each, those of a
     request's first report left out; None where no request lived to a second report."""
-    row: dict = {name: int(_sum(counters, total)) for name, total in _TOTALS.items()}
-    timed = _sum(counters, f"{_LATENCY}_count")
+    row: dict = {name: int(total(counters, metric)) for name, metric in _TOTALS.items()}
+    timed = total(counters, f"{_LATENCY}_count")
     return {
         "wall_s": seconds, **row, "tokens_per_s": row["output_tokens"] / seconds,
-        "tpot_ms": 1e3 * _sum(counters, f"{_LATENCY}_sum") / timed if timed else None,
+        "tpot_ms": 1e3 * total(counters, f"{_LATENCY}_sum") / timed if timed else None,
         "cached_share": row["cached_tokens"] / row["prompt_tokens"],
-        "prefix_steps": int(_sum(counters, _STEPS, variant="prefix")),
-        "stock_steps": int(_sum(counters, _STEPS, variant="stock")),
+        "prefix_steps": int(total(counters, STEPS, variant="prefix")),
+        "stock_steps": int(total(counters, STEPS, variant="stock")),
     }  # fmt: skip
 
 
@@ -107,10 +107,6 @@ def _no_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-def _sum(counters: Counters, name: str, **labels: str) -> float:
-    return sum(v for of, v in samples(counters, name) if labels.items() <= of.items())
 
 
 def _module(program: str):

@@ -8,44 +8,41 @@ useless for comparing outputs (eval.compare_outputs does that).
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
-from eval import provenance
 from eval.bench_engine import host_times
 from eval.bench_engine.decode_times import alternate, pool_tokens, times_of
-from eval.bench_engine.workloads import NAMED, parse_workloads
-from eval.cli_values import add_engine_arguments, benchmark
-from eval.dummy_engine import engine_arguments, keep, side_by_side
-from eval.engine_process import end_on_sigterm, uses_prefix
+from eval.bench_engine.workloads import NAMED, workload
+from eval.cli_values import add_engine_arguments, benchmark, several
+from eval.dummy_engine import engine_arguments, run_all, side_by_side
+from eval.engine_process import uses_prefix
 from eval.model_shapes import SHAPES, write_config
 from sgl_prefix_attn.tools.argument_types import count
 
 
 def main(argv: list[str]) -> int:
-    args, workloads = _parse(argv)
+    parser = benchmark("eval.bench_engine", __doc__, SHAPES, "flashinfer,prefix", 5, "64,256")
+    parser.add_argument(
+        "--workloads", type=several(workload), default=",".join(NAMED),
+        help="or 64x8192+256, or 16*16x1024+0..512: groups",
+    )  # fmt: skip
+    parser.add_argument("--page-size", type=count, default=1)
+    add_engine_arguments(parser)
+    args = parser.parse_args(argv)
     baseline, *others = args.backends
     groups = [[baseline, other] for other in others] or [[baseline]]
-    end_on_sigterm()
-    meta = provenance.collect(
-        "eval.bench_engine", argv, model_shape=args.model_shape, baseline=baseline
-    )
-    rows: list[dict] = []
-    failed = False
-    for group in groups:
-        with tempfile.TemporaryDirectory(prefix="bench-engine-") as folder:
-            found = _run_group(group, Path(folder), args, workloads, rows)
-            failed |= keep(found, rows, args.json, meta, _text)
-    return 1 if failed else 0
+    runs = [partial(_run_group, args, group) for group in groups]
+    return run_all("eval.bench_engine", argv, args, runs, _text, baseline=baseline)
 
 
-def _run_group(group, folder: Path, args, workloads, before: list[dict]) -> Iterator[dict]:
+def _run_group(args, group: list[str], folder: Path, before: list[dict]) -> Iterator[dict]:
     """Yield the rows of engines side by side, those of the baseline once."""
     arguments = engine_arguments(
         write_config(folder / "model", args.model_shape), device=args.device,
-        page_size=args.page_size, pool_tokens=pool_tokens(workloads, args.new_tokens),
-        decode_batches=sorted({workload.batch for workload in workloads}),
+        page_size=args.page_size, pool_tokens=pool_tokens(args.workloads, args.new_tokens),
+        decode_batches=sorted({workload.batch for workload in args.workloads}),
     ) | args.engine_arguments  # fmt: skip
     times: dict[str, Path] = {}
 
@@ -57,7 +54,7 @@ def _run_group(group, folder: Path, args, workloads, before: list[dict]) -> Iter
     baseline = group[0]
     is_known = any(row["backend"] == baseline for row in before)
     with side_by_side(group, folder, arguments, more=watched) as engines:
-        for workload in workloads:
+        for workload in args.workloads:
             earlier = {backend: host_times.read(path) for backend, path in times.items()}
             prompts = workload.prompts(SHAPES[args.model_shape]["vocab_size"])
             samples = alternate(engines, workload, prompts, args.new_tokens, args.alternations)
@@ -80,20 +77,6 @@ def _text(row: dict) -> str:
     if row["host"].get("steady_us") is not None:
         text += f"  our host code {row['host']['steady_us']:.1f} us per steady step"
     return text
-
-
-def _parse(argv: list[str]):
-    parser = benchmark("eval.bench_engine", __doc__, SHAPES, "flashinfer,prefix", 5, "64,256")
-    parser.add_argument(
-        "--workloads", default=",".join(NAMED), help="or 64x8192+256, or 16*16x1024+0..512: groups"
-    )  # fmt: skip
-    parser.add_argument("--page-size", type=count, default=1)
-    add_engine_arguments(parser)
-    args = parser.parse_args(argv)
-    try:
-        return args, parse_workloads(args.workloads)
-    except ValueError as error:
-        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -28,16 +28,15 @@ def pool_tokens(workloads: Sequence[Workload], new_tokens: Sequence[int]) -> int
     return int(_POOL_MARGIN * most) + 1024
 
 
-def tpot_ms(samples: Samples, new_tokens: Sequence[int]) -> float:
-    """Return (median long - median short) / tokens between: intake and prefill cancel out."""
-    seconds = statistics.median(samples.long) - statistics.median(samples.short)
-    return seconds / (new_tokens[1] - new_tokens[0]) * 1e3
-
-
 def times_of(samples: Samples, base: Samples, new_tokens: Sequence[int]) -> dict:
-    """Return a row's times: TPOT and its ratio to that of `base`, of each alternation, too."""
+    """Return a row's times: TPOT and its ratio to that of `base`, of each alternation, too.
+
+    TPOT is (median long - median short) / tokens between: intake and prefill cancel out."""
     tokens = new_tokens[1] - new_tokens[0]
-    own, stock = (tpot_ms(x, new_tokens) for x in (samples, base))
+    own, stock = (
+        (statistics.median(x.long) - statistics.median(x.short)) / tokens * 1e3
+        for x in (samples, base)
+    )
     each, base_each = (
         [(long - short) / tokens * 1e3 for short, long in zip(x.short, x.long, strict=True)]
         for x in (samples, base)

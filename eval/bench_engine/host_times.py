@@ -31,7 +31,7 @@ class HostTimes:
         self.prepared = None  # the step that the backend prepared last
 
     def observed(self, seconds: float, counters) -> None:
-        """Note that the backend was handed a batch and took so long; counters: a function."""
+        """Note that the backend was handed a batch and took so long."""
         step, self.prepared = self.prepared, None
         if step is None:  # the batch does not decode
             return
@@ -40,7 +40,7 @@ class HostTimes:
             self._steady_steps += 1
             self._steady.append(round(1e6 * seconds, 1))
         if self._steps.total() % _WRITE_EVERY == 0:
-            self._write(counters())
+            self._write(counters)
 
     def _write(self, counters) -> None:
         plans = sum(counters.plans.values())
@@ -67,8 +67,14 @@ def register() -> None:
         # Not when SGLang loads its plugins: the backend imports much of SGLang.
         from sgl_prefix_attn.engine.backend import PrefixAttnBackend
 
-        StepPreparer.__init__ = start_preparer
-        PrefixAttnBackend.observe = _timed(PrefixAttnBackend.observe, times)
+        observe = PrefixAttnBackend.observe
+
+        def timed(backend, *args, **kwargs):
+            start = time.perf_counter()
+            observe(backend, *args, **kwargs)
+            times.observed(time.perf_counter() - start, backend.counters)
+
+        StepPreparer.__init__, PrefixAttnBackend.observe = start_preparer, timed
         start_preparer(self, *args, **kwargs)
 
     def noting_the_step(self, *args, **kwargs):
@@ -76,15 +82,6 @@ def register() -> None:
         return times.prepared
 
     StepPreparer.__init__, StepPreparer.prepare = watching_the_backend, noting_the_step
-
-
-def _timed(observe, times: HostTimes):
-    def observing(self, *args, **kwargs):
-        start = time.perf_counter()
-        observe(self, *args, **kwargs)
-        times.observed(time.perf_counter() - start, lambda: self.counters)
-
-    return observing
 
 
 def read(target: Path, before: dict | None = None) -> dict:

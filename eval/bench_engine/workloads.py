@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from argparse import ArgumentTypeError
 from dataclasses import dataclass
 
 
@@ -68,24 +69,17 @@ NAMED = {
 _SIZES = r"(?:([1-9]\d*)\*)?([1-9]\d*)x(\d+)\+(\d+(?=\.\.)|[1-9]\d*)(?:\.\.([1-9]\d*))?"
 
 
-def parse_workloads(text: str) -> list[Workload]:
-    """Parse names, or [GROUPS*]REQUESTSxSHARED+PRIVATE[..MOST], separated by commas. Raises
-    ValueError quoting a bad one."""
-    workloads = []
-    for part in text.split(","):
-        match = re.fullmatch(_SIZES, part)
-        if part in NAMED:
-            workloads.append(NAMED[part])
-        elif match:
-            groups, each, shared, private = map(int, match.groups("1")[:4])
-            if shared == private == 0 and each > 1:
-                raise ValueError(f"workload {part!r}: its first prompt is empty")
-            workloads.append(
-                Workload(part, each, shared, private, groups, int(match[5]) if match[5] else None)
-            )
-        else:
-            raise ValueError(
-                f"workload {part!r}: known are {', '.join(NAMED)} and "
-                "[GROUPS*]REQUESTSxSHARED+PRIVATE[..MOST]"
-            )
-    return workloads
+def workload(text: str) -> Workload:
+    """Parse a name, or [GROUPS*]REQUESTSxSHARED+PRIVATE[..MOST]."""
+    if text in NAMED:
+        return NAMED[text]
+    match = re.fullmatch(_SIZES, text)
+    if match is None:
+        raise ArgumentTypeError(
+            f"workload {text!r}: known are {', '.join(NAMED)} and "
+            "[GROUPS*]REQUESTSxSHARED+PRIVATE[..MOST]"
+        )
+    groups, each, shared, private = map(int, match.groups("1")[:4])
+    if shared == private == 0 and each > 1:
+        raise ArgumentTypeError(f"workload {text!r}: its first prompt is empty")
+    return Workload(text, each, shared, private, groups, int(match[5]) if match[5] else None)

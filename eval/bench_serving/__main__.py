@@ -34,40 +34,33 @@ _SEED = 1
 def main(argv: list[str]) -> int:
     args, loads = _parse(argv)
     end_on_sigterm()
-    meta = provenance.collect(
-        "eval.bench_serving", argv, settings=_settings(args),
-        loads={load.name: load.facts() for load in loads},
-    )  # fmt: skip
-    runs = [
-        Run(backend, alternation, load, rate)
-        for alternation, backend in in_turn(args.backends, args.alternations)
-        for load, rate in product(loads, args.rates)
-    ]
+    chosen = ("model_shape", "max_running", "length_scale", "count_scale", "server_arguments")
+    settings = {name: getattr(args, name) for name in chosen} | {
+        "seed": _SEED, "device": args.device.type, "baseline": args.backends[0],
+    }  # fmt: skip
+    facts = {load.name: load.facts() for load in loads}
+    meta = provenance.collect("eval.bench_serving", argv, settings=settings, loads=facts)
+    turns = list(in_turn(args.backends, args.alternations))
+    wanted = len(turns) * len(loads) * len(args.rates)
     rows: list[dict] = []
-    print(f"{len(runs)} runs", flush=True)
+    print(f"{wanted} runs", flush=True)
     if lacks_datasets():
         print("the package `datasets` is missing: SGLang's client gets a stand-in, MMMU is unused")
-    with tempfile.TemporaryDirectory(prefix="bench-serving-") as folder:
-        _run_all(args, runs, rows, meta, Path(folder))
-    if missing := len(runs) - len(rows):
-        print(f"{missing} of {len(runs)} runs failed or were left out", file=sys.stderr)
-    return int(missing > 0)
-
-
-def _run_all(args, runs: list[Run], rows: list[dict], meta: dict, folder: Path) -> None:
-    """Add and save rows as they come; what fails is told."""
-    words = SHAPES[args.model_shape]["vocab_size"]
-    model = write_word_model(folder / "model", args.model_shape)
-    client = Client(model, words, folder / "runs", _SEED)
-    for turn in dict.fromkeys((run.alternation, run.backend) for run in runs):
-        own = [run for run in runs if (run.alternation, run.backend) == turn]
-        try:
-            for row in _serve(args, own, rows, client, folder / f"servers-{turn[0]}"):
-                rows.append(row)
-                if args.json:
+    with tempfile.TemporaryDirectory(prefix="bench-serving-") as name:
+        folder, words = Path(name), SHAPES[args.model_shape]["vocab_size"]
+        model = write_word_model(folder / "model", args.model_shape)
+        client = Client(model, words, folder / "runs", _SEED)
+        for turn, backend in turns:
+            runs = [Run(backend, turn, load, rate) for load, rate in product(loads, args.rates)]
+            try:
+                for row in _serve(args, runs, rows, client, folder / f"servers-{turn}"):
+                    rows.append(row)
                     provenance.save(args.json, meta, rows)
-        except ServerError as error:
-            print(f"{turn[1]} stopped: {error}\n{error.log_tail}", file=sys.stderr, flush=True)
+            except ServerError as error:
+                print(f"{backend} stopped: {error}\n{error.log_tail}", file=sys.stderr, flush=True)
+    if missing := wanted - len(rows):
+        print(f"{missing} of {wanted} runs failed or were left out", file=sys.stderr)
+    return int(missing > 0)
 
 
 def _serve(args, runs: list[Run], rows: list[dict], client: Client, folder: Path):
@@ -80,16 +73,6 @@ def _serve(args, runs: list[Run], rows: list[dict], client: Client, folder: Path
         print(f"{backend} is up after {start_s:.0f} s", flush=True)
         for row in measure(runs, server, client, rows, args.backends[0]):
             yield row | {"start_s": round(start_s, 1)}
-
-
-def _settings(args) -> dict:
-    chosen = ("model_shape", "max_running", "length_scale", "count_scale")
-    return {name: getattr(args, name) for name in chosen} | {
-        "seed": _SEED,
-        "device": args.device.type,
-        "baseline": args.backends[0],
-        "server_arguments": args.server_arguments,
-    }
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[Load]]:

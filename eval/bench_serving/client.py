@@ -7,13 +7,10 @@ import json
 import math
 import os
 import site
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from eval.engine_process import end_group, log_tail, make_site
+from eval.engine_process import end_group, log_tail, make_site, python_path, start_session
 from eval.server_process import ServerProcess
 from eval.workloads import load as loads
 from eval.workloads.load import Load
@@ -59,7 +56,14 @@ class Client:
         report, log = home / "report.jsonl", home / "client.log"
         words = self.command(server.url, load, rate, report)
         words += [] if streams else ["--disable-stream"]
-        status = self._status(words, log, lambda: server.check_alive(f"while {load.name} was sent"))
+        process = start_session(words, log, self._environment)
+        try:
+            while process.poll() is None:
+                server.check_alive(f"while {load.name} was sent")
+                time.sleep(_POLL_S)
+        finally:
+            end_group(process)
+        status = process.returncode
         if status or not report.exists():
             server.check_alive(f"while {load.name} was sent")
             raise ClientError(f"SGLang's client ended with status {status}:\n{log_tail(log)}")
@@ -67,23 +71,6 @@ class Client:
         if all(found["errors"]):
             raise ClientError(f"every request failed; the first: {found['errors'][0].strip()}")
         return found
-
-    def _status(self, words: list[str], log: Path, check: Callable[[], object]) -> int:
-        """Run a module with its arguments and return its exit status; `check` is called while it
-        runs and may raise, which ends the run."""
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", *words], env=self._environment, stdin=subprocess.DEVNULL,
-                stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
-        try:
-            while process.poll() is None:
-                check()
-                time.sleep(_POLL_S)
-        except BaseException:
-            end_group(process)
-            raise
-        return process.returncode
 
     def command(self, url: str, load: Load, rate: float, report: Path) -> list[str]:
         """Return module and arguments of the client; a file of requests is written once for every
@@ -120,8 +107,7 @@ def client_environment(home: Path) -> dict[str, str]:
     path = make_site(home / "site", None)
     if lacks_datasets():
         (path / "datasets.py").write_text(_DATASETS)
-    earlier = os.environ.get("PYTHONPATH", "")
     return {
         **os.environ, "HOME": str(home), "PYTHONUSERBASE": site.getuserbase(),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(path), earlier])),
+        "PYTHONPATH": python_path(path, os.environ),
     }  # fmt: skip

@@ -11,8 +11,9 @@ from itertools import accumulate
 from eval.bench_serving import rates, serving_row
 from eval.bench_serving.client import Client, ClientError
 from eval.bench_serving.rates import Rate
+from eval.counters import growth
 from eval.engine_process import folder_name
-from eval.server_process import ServerProcess, fetch, growth
+from eval.server_process import ServerProcess, fetch
 from eval.workloads.load import Load, prompts
 
 # Of a warm-up: at most so many requests and, but for the first, prompt tokens; tokens generated.

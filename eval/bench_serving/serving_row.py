@@ -7,7 +7,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable
 
-from eval.server_process import Counters, samples
+from eval.counters import STEPS, Counters, by_labels, prefix_share, total
 
 Figure = Callable[[dict], float | None]
 # Latencies of a row, with the client's names for them: of a request's first token, of each later
@@ -16,7 +16,6 @@ LATENCIES = {"ttft_ms": "ttft", "tpot_ms": "tpot", "e2e_ms": "e2e_latency"}
 OF_STREAMS = ("ttft_ms", "tpot_ms")  # what only tokens that are sent as they come tell
 _FIGURES = {"mean": "mean", "p50": "median", "p99": "p99"}
 _BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-_STEPS = "sglang:prefix_attn_steps_total"
 _KV_BYTES = "sglang:prefix_attn_kv_bytes_total"
 _PLAN_SECONDS = "sglang:prefix_attn_plan_seconds_total"
 
@@ -34,7 +33,7 @@ def row(report: dict, wanted: list[int], grown: Counters, log: str) -> dict:
     backends of SGLang's own flags, where it filled in what it picked; `pool_tokens` the KV slots.
     """
     cache = report["cache_report"]
-    steps = _by_labels(grown, _STEPS, "variant", "reason")
+    steps = by_labels(grown, STEPS, "variant", "reason")
     errors = [error for error in report["errors"] if error]
     return {
         "attention": {flag: report["server_info"].get(flag) for flag in _BACKENDS},
@@ -54,9 +53,9 @@ def row(report: dict, wanted: list[int], grown: Counters, log: str) -> dict:
         "cached_share": cache["total_cached_tokens"] / max(1, cache["total_prompt_tokens"]),
         "peak_running": max(map(int, re.findall(r"#running-req: (\d+)", log)), default=None),
         "steps": steps,
-        "prefix_share": _prefix_share(steps),
-        "kv_bytes": _by_labels(grown, _KV_BYTES, "kind"),
-        "planning_s": sum(_by_labels(grown, _PLAN_SECONDS, "outcome").values()),
+        "prefix_share": prefix_share(steps),
+        "kv_bytes": by_labels(grown, _KV_BYTES, "kind"),
+        "planning_s": total(grown, _PLAN_SECONDS),
         "error": errors[0].strip().splitlines()[-1] if errors else None,
     }
 
@@ -98,17 +97,3 @@ def median(rows: list[dict], of: Figure) -> float | None:
     """Return the median of a figure of rows, None without one."""
     known = [value for value in map(of, rows) if value is not None]
     return statistics.median(known) if known else None
-
-
-def _by_labels(grown: Counters, name: str, *labels: str) -> dict[str, float]:
-    """Add up what a counter grew by, by the values of labels joined by a colon."""
-    sums: dict[str, float] = defaultdict(float)
-    for of, value in samples(grown, name):
-        sums[":".join(of[label] for label in labels)] += value
-    return dict(sums)
-
-
-def _prefix_share(steps: dict[str, float]) -> float | None:
-    if not steps:
-        return None
-    return sum(n for name, n in steps.items() if name.startswith("prefix:")) / sum(steps.values())

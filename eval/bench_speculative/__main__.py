@@ -10,38 +10,40 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from eval import provenance
 from eval.bench_engine.decode_times import alternate, pool_tokens, times_of
-from eval.bench_engine.workloads import Workload, parse_workloads
+from eval.bench_engine.workloads import workload
 from eval.bench_speculative import verify_steps
 from eval.cli_values import benchmark
-from eval.dummy_engine import engine_arguments, keep, side_by_side
-from eval.engine_process import EngineError, end_on_sigterm, uses_prefix
+from eval.counters import prefix_share
+from eval.dummy_engine import engine_arguments, run_all, side_by_side
+from eval.engine_process import EngineError, uses_prefix
 from eval.model_shapes import LLAMAS, SHAPES, write_config
 from sgl_prefix_attn.tools.argument_types import count
 
 
 def main(argv: list[str]) -> int:
-    args, workload = _parse(argv)
-    end_on_sigterm()
-    meta = provenance.collect("eval.bench_speculative", argv, model_shape=args.model_shape)
-    with tempfile.TemporaryDirectory(prefix="bench-spec-") as folder:
-        return int(keep(_run(Path(folder), args, workload), [], args.json, meta, _text))
+    backends = "flashinfer,prefix/prefix"
+    parser = benchmark("eval.bench_speculative", __doc__, LLAMAS, backends, 3, "48,240")
+    parser.add_argument(
+        "--workload", type=workload, default="shared8k", help="a name, or 64x8192+256"
+    )
+    parser.add_argument("--draft", choices=LLAMAS, help="a draft model of this shape")
+    parser.add_argument("--speculative", type=speculative, default="4:3", help="DRAFTED:ACCEPTED")
+    args = parser.parse_args(argv)
+    runs = [lambda folder, _: _run(folder, args)]
+    return run_all("eval.bench_speculative", argv, args, runs, _text)
 
 
-def _run(folder: Path, args, workload: Workload) -> Iterator[dict]:
+def _run(folder: Path, args) -> Iterator[dict]:
     tokens, accepted = args.speculative
     arguments = engine_arguments(
-        write_config(folder / "model", args.model_shape),
-        device=args.device,
-        page_size=1,
-        pool_tokens=pool_tokens([workload], args.new_tokens),
-        decode_batches=[workload.batch],
-    ) | draft_arguments(folder / "draft", args.model_shape, args.draft, tokens)
+        write_config(folder / "model", args.model_shape), device=args.device, page_size=1,
+        pool_tokens=pool_tokens([args.workload], args.new_tokens),
+        decode_batches=[args.workload.batch],
+    ) | draft_arguments(folder / "draft", args.model_shape, args.draft, tokens)  # fmt: skip
     counts: dict[str, Path] = {}
 
     def counted(backend: str, home: Path) -> dict:
@@ -50,9 +52,9 @@ def _run(folder: Path, args, workload: Workload) -> Iterator[dict]:
         plugin = verify_steps.__name__ if uses_prefix(backend) else None
         return {"plugin": plugin, "env": env, "arguments": verifying_arguments(backend)}
 
-    prompts = workload.prompts(SHAPES[args.model_shape]["vocab_size"])
+    prompts = args.workload.prompts(SHAPES[args.model_shape]["vocab_size"])
     with side_by_side(args.backends, folder, arguments, more=counted) as engines:
-        samples = alternate(engines, workload, prompts, args.new_tokens, args.alternations)
+        samples = alternate(engines, args.workload, prompts, args.new_tokens, args.alternations)
         for backend, engine in engines.items():
             answer = engine.ask("time_batch", ids=prompts, new_tokens=args.new_tokens[1])
             if abs(answer["accepted"] - accepted) > 0.1:
@@ -61,10 +63,10 @@ def _run(folder: Path, args, workload: Workload) -> Iterator[dict]:
                 )
             steps = verify_steps.read(counts[backend], tokens)
             yield {
-                "backend": backend, **workload.facts(), "page_size": 1, "draft_tokens": tokens,
+                "backend": backend, **args.workload.facts(), "page_size": 1, "draft_tokens": tokens,
                 "accepted": answer["accepted"],
                 **times_of(samples[backend], samples[args.backends[0]], args.new_tokens),
-                "verify_steps": steps, "prefix_share": verify_steps.prefix_share(steps),
+                "verify_steps": steps, "prefix_share": prefix_share(steps),
                 "plugins": engine.plugins,
             }  # fmt: skip
 
@@ -104,20 +106,6 @@ def _text(row: dict) -> str:
         f"ratio {row['ratio']:.3f}  accepted {row['accepted']:.2f}"
         f"  over plans {row['prefix_share'] or 0:.1%}"
     )
-
-
-def _parse(argv: list[str]):
-    backends = "flashinfer,prefix/prefix"
-    parser = benchmark("eval.bench_speculative", __doc__, LLAMAS, backends, 3, "48,240")
-    parser.add_argument("--workload", default="shared8k", help="a name, or 64x8192+256")
-    parser.add_argument("--draft", choices=LLAMAS, help="a draft model of this shape")
-    parser.add_argument("--speculative", type=speculative, default="4:3", help="DRAFTED:ACCEPTED")
-    args = parser.parse_args(argv)
-    try:
-        (workload,) = parse_workloads(args.workload)
-    except ValueError as error:
-        parser.error(f"argument --workload: {error}")
-    return args, workload
 
 
 if __name__ == "__main__":

@@ -55,9 +55,3 @@ def read(target: Path, tokens: int) -> dict[str, int]:
     """Read batches of so many tokens a request by "variant:reason"; {} where nothing counts."""
     text = target.read_text() if target.exists() else ""
     return json.loads(text or "{}").get(str(tokens), {})
-
-
-def prefix_share(steps: dict[str, int]) -> float | None:
-    """Share of batches that ran a plan; None where nothing was counted."""
-    ours = sum(count for key, count in steps.items() if key.startswith("prefix:"))
-    return ours / sum(steps.values()) if steps else None

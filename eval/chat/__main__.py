@@ -13,9 +13,10 @@ import torch
 from eval import checkpoints
 from eval.chat.conversation import QUESTIONS, ChatError, ask_all, steps_and_kv
 from eval.checkpoints import SMOLLM2
+from eval.counters import Counters, growth, parse_metrics
 from eval.demo.server import demo_server
 from eval.engine_process import end_on_sigterm
-from eval.server_process import Counters, ServerError, growth, read_counters
+from eval.server_process import ServerError, fetch
 
 BUILD = Path("build") / "chat"
 
@@ -60,7 +61,7 @@ def chat(url: str, max_tokens: int) -> None:
 
 def _counters(url: str) -> Counters | None:
     try:
-        return read_counters(url)
+        return parse_metrics(fetch(f"{url}/metrics"))
     except OSError:
         return None
 

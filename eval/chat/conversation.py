@@ -6,7 +6,8 @@ import json
 import urllib.error
 from concurrent.futures import ThreadPoolExecutor
 
-from eval.server_process import Counters, fetch, samples
+from eval.counters import KV_TOKENS, STEPS, Counters, by_labels, total
+from eval.server_process import fetch
 
 SYSTEM = """\
 You are the help desk of a swimming pool. Answer in one short sentence, from these facts alone.
@@ -66,15 +67,14 @@ def _ask(url: str, question: str, max_tokens: int) -> str:
 def steps_and_kv(grown: Counters) -> list[str]:
     """Write a line for each kind of decode step, and one for the KV tokens that they read, of what
     a server's counters grew by."""
-    name = "sglang:prefix_attn_"
-    lines = sorted(
-        f"{count:.0f} decode steps: {of['variant']} ({of['reason']})"
-        for of, count in samples(grown, f"{name}steps_total")
-    )
-    kv = {of["kind"]: tokens for of, tokens in samples(grown, f"{name}kv_tokens_total")}
-    if not lines:
+    steps = by_labels(grown, STEPS, "variant", "reason")
+    if not steps:
         return ["no decode step of prefix_attn was counted: is this a server with the backend?"]
-    read, stock = kv.get("read", 0), kv.get("query_centric", 0)
+    lines = sorted(
+        "{:.0f} decode steps: {} ({})".format(count, *name.split(":"))
+        for name, count in steps.items()
+    )
+    read, stock = (total(grown, KV_TOKENS, kind=kind) for kind in ("read", "query_centric"))
     if stock:
         share = f"{1 - read / stock:.0%} saved"
         lines.append(f"{read:.0f} KV tokens read a layer, {stock:.0f} without sharing: {share}")

@@ -51,8 +51,8 @@ _BACKENDS = {"layers": ["prefix", "flashinfer"], "logprobs": ["flashinfer", "fa3
 def main(argv: list[str]) -> int:
     args = _parse(argv)
     end_on_sigterm()
-    known = {"model_shape": args.model_shape, "layers": args.layers, "seed": seeded_engine.SEED}
-    known = {"model": args.model} if args.model else known
+    seeded = {"model_shape": args.model_shape, "layers": args.layers, "seed": seeded_engine.SEED}
+    known = {"model": args.model} if args.model else seeded
     meta = provenance.collect("eval.compare_outputs", argv, **known)
     rows: list[dict] = []
     with tempfile.TemporaryDirectory(prefix=f"compare-{args.what}-") as name:
@@ -71,8 +71,7 @@ def main(argv: list[str]) -> int:
         except (EngineError, checkpoints.ModelError) as error:
             print(f"no judgement: {error}", file=sys.stderr)
             return 2
-    if args.json:
-        provenance.save(args.json, meta, rows, fault=args.fault)
+    provenance.save(args.json, meta, rows, fault=args.fault)
     wrong = sum(row["problem"] is not None for row in rows)
     judged = f"{wrong} of {len(rows)} {_JUDGED[args.what]} are wrong"
     print(judged if wrong else "all outputs are right")

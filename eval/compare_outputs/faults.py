@@ -105,20 +105,12 @@ def with_two_tail_runs_swapped(forest, run) -> np.ndarray:
 
     begins, start = run[:, R_START], forest.tail_start[run[:, R_REQUEST]]
     tails = np.flatnonzero((begins <= start) & (start < begins + run[:, R_LEN]))
-    pair = _two_alike(tails, run[tails][:, [R_START, R_LEN]])
-    if pair is None:
+    if tails.size < 2:
         return run
+    _, place, counts = np.unique(
+        run[tails][:, [R_START, R_LEN]], axis=0, return_inverse=True, return_counts=True
+    )
+    pair = (tails[place.ravel() == counts.argmax()] if counts.max() > 1 else tails)[:2]
     changed = run.copy()
     changed[pair, R_REQUEST] = run[pair[::-1], R_REQUEST]
     return changed
-
-
-def _two_alike(tails: np.ndarray, places: np.ndarray) -> list[int] | None:
-    """Choose two tails, of one of the places [n, 2] if there are such; None of fewer than two."""
-    if tails.size < 2:
-        return None
-    by_place: dict[tuple[int, int], list[int]] = {}
-    for i, (start, length) in zip(tails.tolist(), places.tolist(), strict=True):
-        by_place.setdefault((start, length), []).append(i)
-    same = [group for group in by_place.values() if len(group) > 1]
-    return (same[0] if same else tails.tolist())[:2]

@@ -22,9 +22,8 @@ def judge_engines(page_size: int, subject: Subject, home: Path, args) -> Iterato
         folder = home / folder_name(backend)
         dumps = folder / "dumps"
         env = dump.configure(dumps, layers, seeded_engine.MAX_RUNNING_REQUESTS)
-        with seeded_engine.judged(
-            backend, page_size, subject.model, folder, args, dump, env
-        ) as engine:
+        judged = seeded_engine.judged(backend, page_size, subject.model, folder, args, dump, env)
+        with judged as engine:
             for name, requests in subject.requests.items():
                 dump.order(dumps, name, len(requests))
                 engine.ask("generate", requests=requests)

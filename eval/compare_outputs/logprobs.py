@@ -17,11 +17,8 @@ from eval.demo import near_ties
 from eval.demo.near_ties import Difference
 from eval.engine_process import EngineError, folder_name, uses_prefix
 
-_TEACHER = "record.jsonl"
 # Like the bound on attention: twice the error of what is known to be right.
 _FACTOR = 2.0
-# Log-probabilities are float32: two runs of one backend may differ by this.
-_ROUNDING = 1e-3
 # What two correct engines differ by in float32, but for that rounding.
 _EXACT = Difference(1.0, 0.0, 0.0, 0.0, 0.0)
 
@@ -96,7 +93,7 @@ def problem(tested: LogprobError, noise: Sequence[LogprobError]) -> str | None:
     are needed), or return None."""
     for name in ("mean", "worst_request"):
         error = getattr(tested, name)
-        allowed = _FACTOR * max([_ROUNDING, *(getattr(n, name) for n in noise)])
+        allowed = _FACTOR * max([near_ties.ROUNDING, *(getattr(n, name) for n in noise)])
         if not error <= allowed:
             return f"{name.replace('_', ' ')} error {error:.4f}, at most {allowed:.4f}"
     return None
@@ -139,7 +136,7 @@ def _record(
     backend: str, page_size: int, subject: Subject, home: Path, args
 ) -> dict[str, list[teacher.Sampled]]:
     """Return what an engine decoded of each scenario; of a prefix backend, in prefix steps."""
-    folder, lesson = home / folder_name(backend), home / _TEACHER
+    folder, lesson = home / folder_name(backend), home / "lesson.jsonl"
     record = folder / "record"
     folder.mkdir(parents=True)
     named = {
@@ -153,10 +150,9 @@ def _record(
             teacher.write(
                 lesson, teacher.fixed(request["id"], len(request["ids"]), request.get("then", ()))
             )
-    env = teacher.configure(record, lesson)
-    with seeded_engine.judged(
-        backend, page_size, subject.model, folder, args, teacher, env
-    ) as engine:
+    env = {teacher.RECORD_ENV: str(record), teacher.TEACHER_ENV: str(lesson)}
+    engine_of = seeded_engine.judged(backend, page_size, subject.model, folder, args, teacher, env)
+    with engine_of as engine:
         for requests in named.values():
             engine.ask("generate", requests=requests)
     if is_first:

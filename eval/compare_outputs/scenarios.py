@@ -10,17 +10,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable
 
 Prompts = list[list[int]]
-
-
-Tokens = Callable[[int], list[int]]
-
-
-def _tokens(name: str, vocab_size: int, scale: int) -> Tokens:
-    """Make a source of fresh token lists; two calls never give the same."""
-    rng = random.Random(name)
-    return lambda count: [
-        rng.randrange(vocab_size // 8, vocab_size) for _ in range(max(1, count // scale))
-    ]
+Tokens = Callable[[int], list[int]]  # makes so many; two calls never give the same
 
 
 def shared(tokens: Tokens) -> Prompts:
@@ -57,5 +47,6 @@ def known(name: str) -> str:
 
 def build(name: str, vocab_size: int, new_tokens: int, scale: int) -> list[dict]:
     """Return requests (see engine_worker), the same whenever called."""
-    prompts = SCENARIOS[name](_tokens(name, vocab_size, scale))
-    return [{"ids": ids, "new_tokens": new_tokens} for ids in prompts]
+    rng, ids = random.Random(name), range(vocab_size // 8, vocab_size)
+    prompts = SCENARIOS[name](lambda n: [rng.choice(ids) for _ in range(max(1, n // scale))])
+    return [{"ids": prompt, "new_tokens": new_tokens} for prompt in prompts]

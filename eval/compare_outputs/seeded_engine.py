@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-import torch
-
 from eval import dummy_engine
 from eval.compare_outputs import faults
 from eval.engine_process import (
@@ -19,7 +17,6 @@ from eval.engine_process import (
     uses_prefix,
 )
 from eval.model_shapes import LLAMA, SHAPES
-from eval.server_process import CPU_ENV
 from eval.tiny_model import write_tiny_llama
 
 SEED = 1234
@@ -37,17 +34,6 @@ def write_model(folder: Path, shape: str, layers: int) -> Path:
     return write_tiny_llama(folder, seed=SEED, **SHAPES[shape] | changes | as_tiny)
 
 
-def engine_arguments(model: Path, device: torch.device, page_size: int) -> dict:
-    on_cpu = device.type == "cpu"
-    arguments = dummy_engine.engine_arguments(
-        model, device=device, page_size=page_size, pool_tokens=16384 if on_cpu else 262144,
-        decode_batches=[1, 4, 8, 16, 32, 64, MAX_RUNNING_REQUESTS],  # every other size is padded
-    ) | {"load_format": "auto", "skip_server_warmup": True}  # fmt: skip
-    if on_cpu:  # whose torch_native knows one pool for all layers, windows or not
-        return arguments | {"disable_hybrid_swa_memory": True}
-    return arguments | {"dtype": "bfloat16", "mem_fraction_static": 0.8}
-
-
 @contextlib.contextmanager
 def judged(
     backend: str, page_size: int, model: Path, folder: Path, args, plugin: ModuleType,
@@ -62,11 +48,18 @@ def judged(
     fault = args.fault if uses_prefix(backend) else None
     if uses_prefix(backend):  # kernels are judged, not the policy
         env = env | {"PREFIX_ATTN_POLICY": "prefix"} | backend_env(backend)
-    if args.device.type == "cpu":
-        env = CPU_ENV | env
     if fault:
         env |= {faults.FAULT_ENV: fault, faults.LOG_ENV: str(fault_log)}
-    arguments = engine_arguments(model, args.device, page_size) | backend_arguments(backend)
+    on_cpu = args.device.type == "cpu"
+    arguments = dummy_engine.engine_arguments(
+        model, device=args.device, page_size=page_size, pool_tokens=16384 if on_cpu else 262144,
+        decode_batches=[1, 4, 8, 16, 32, 64, MAX_RUNNING_REQUESTS],  # every other size is padded
+    ) | backend_arguments(backend)  # fmt: skip
+    arguments |= {"load_format": "auto", "skip_server_warmup": True}
+    if on_cpu:  # whose torch_native knows one pool for all layers, windows or not
+        arguments |= {"disable_hybrid_swa_memory": True}
+    else:
+        arguments |= {"dtype": "bfloat16", "mem_fraction_static": 0.8}
     with EngineProcess(arguments, folder / "engine", plugin=plugin.__name__, env=env) as engine:
         planted = f" with {fault} planted" if fault else ""
         print(f"{backend}{planted}, page size {page_size}: up after {engine.start_s} s", flush=True)

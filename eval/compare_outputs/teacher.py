@@ -20,6 +20,7 @@ import torch
 from eval.compare_outputs import faults
 from eval.compare_outputs.dump import prefix_step
 
+# Files. Where the teacher has no token, the engine goes on with its own, a greedy one.
 RECORD_ENV, TEACHER_ENV = "EVAL_LOGPROBS", "EVAL_TEACHER"
 
 
@@ -44,12 +45,6 @@ class Sampled:
     logprob: float
     top: tuple[tuple[int, float], ...]
     variant: str | None
-
-
-def configure(record: Path, teacher: Path) -> dict[str, str]:
-    """Return the environment that the plugin needs; where the teacher has no token, the engine goes
-    on with its own, a greedy one."""
-    return {RECORD_ENV: str(record), TEACHER_ENV: str(teacher)}
 
 
 def read(record: Path) -> list[Sampled]:
@@ -106,15 +101,14 @@ class Recorder:
         step = prefix_step(runner)
         variant = None if step is None else step.decision.variant
         decode = forward_batch.forward_mode.is_decode()
-        rows = zip(places, chosen, given, values, best, strict=True)
-        write(
-            self._record,
-            [
-                Sampled(
-                    request=request, context=context, decode=decode, token=token, greedy=own,
-                    logprob=value, top=tuple(zip(*two, strict=True)), variant=variant,
-                )
-                for (request, context), own, token, value, two in rows
-            ],
-        )  # fmt: skip
+        steps = [
+            Sampled(
+                request=request, context=context, decode=decode, token=token, greedy=own,
+                logprob=value, top=tuple(zip(*two, strict=True)), variant=variant,
+            )
+            for (request, context), own, token, value, two in zip(
+                places, chosen, given, values, best, strict=True
+            )
+        ]  # fmt: skip
+        write(self._record, steps)
         return tokens

@@ -19,12 +19,13 @@ from transformers import AutoTokenizer
 
 from eval import checkpoints
 from eval.checkpoints import SMOLLM2
+from eval.counters import growth
 from eval.demo.comparison import Run, compare, render, render_texts, summarize
 from eval.demo.near_ties import Output
 from eval.demo.server import demo_server
 from eval.demo.workload import WorkloadError, run_agents, run_chats
 from eval.engine_process import end_on_sigterm
-from eval.server_process import ServerError, ServerProcess, growth
+from eval.server_process import ServerError, ServerProcess
 from eval.tiny_model import write_tiny_llama
 
 BUILD = Path("build")

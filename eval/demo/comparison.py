@@ -1,6 +1,5 @@
 """From two runs of the workload to the demo's table and build/demo.json."""
 
-from collections import defaultdict
 from dataclasses import dataclass
 from itertools import takewhile, zip_longest
 
@@ -8,12 +7,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from eval.counters import KV_TOKENS, STEPS, Counters, by_labels, total
 from eval.demo import near_ties
 from eval.demo.near_ties import Output
-from eval.server_process import samples
 
-_STEPS = "sglang:prefix_attn_steps_total"
-_KV_TOKENS = "sglang:prefix_attn_kv_tokens_total"
 _PLANS = "sglang:prefix_attn_plans_total"
 
 
@@ -23,7 +20,7 @@ class Run:
 
     backend: str
     outputs: list[Output]
-    counters: dict
+    counters: Counters
     seconds: float
 
 
@@ -33,10 +30,10 @@ def differences(ours: Run, stock: Run) -> list[str]:
     want = {output.name: output.token_ids for output in stock.outputs}
     lines = []
     for name in sorted(got.keys() | want.keys()):
-        pairs = enumerate(zip_longest(got.get(name, ()), want.get(name, ())))
-        first = next((i for i, (a, b) in pairs if a != b), None)
-        if first is not None:
-            lines.append(f"{name}: token {first} of {len(want.get(name, ()))}")
+        mine, its = got.get(name, ()), want.get(name, ())
+        if mine != its:
+            first = [a == b for a, b in zip_longest(mine, its)].index(False)
+            lines.append(f"{name}: token {first} of {len(its)}")
     return lines
 
 
@@ -75,12 +72,11 @@ def summarize(
     ours: Run, stock: Run, comparison: Comparison, *, sglang_version: str, device: str
 ) -> dict:
     """Return the content of demo.json; steps and KV tokens are of our run, for one layer."""
-    steps = defaultdict(dict)
-    for labels, count in samples(ours.counters, _STEPS):
-        steps[labels["variant"]][labels["reason"]] = int(count)
-    tokens = samples(ours.counters, _KV_TOKENS)
-    kv_tokens = defaultdict(int, {labels["kind"]: int(n) for labels, n in tokens})
-    plans = samples(ours.counters, _PLANS)
+    steps: dict[str, dict[str, int]] = {"prefix": {}, "stock": {}}
+    for name, count in sorted(by_labels(ours.counters, STEPS, "variant", "reason").items()):
+        variant, _, reason = name.partition(":")
+        steps[variant][reason] = int(count)
+    plans = by_labels(ours.counters, _PLANS, "cause")
     return {
         "requests": len(ours.outputs),
         "output_tokens": sum(len(output.token_ids) for output in ours.outputs),
@@ -89,11 +85,12 @@ def summarize(
         "problems": comparison.problems,
         "prefix_steps": sum(steps["prefix"].values()),
         "stock_steps": sum(steps["stock"].values()),
-        "steps_by_reason": {variant: dict(sorted(by.items())) for variant, by in steps.items()},
-        "plans_by_cause": {labels["cause"]: int(n) for labels, n in plans},
-        "kv_tokens_read": kv_tokens["read"],
-        "kv_tokens_query_centric": kv_tokens["query_centric"],
-        "kv_tokens_unique": kv_tokens["unique"],
+        "steps_by_reason": steps,
+        "plans_by_cause": {cause: int(count) for cause, count in plans.items()},
+        **{
+            f"kv_tokens_{kind}": int(total(ours.counters, KV_TOKENS, kind=kind))
+            for kind in ("read", "query_centric", "unique")
+        },
         "seconds": {run.backend: round(run.seconds, 2) for run in (ours, stock)},
         "backends": [ours.backend, stock.backend],
         "sglang_version": sglang_version,

@@ -25,7 +25,7 @@ _GAP_FACTOR = 2.0
 _LOGPROB_FACTOR = 3.0
 _SHARE_MARGIN = 0.05
 # Log-probabilities are float32: two runs of one backend may differ by this.
-_ROUNDING = 1e-3
+ROUNDING = 1e-3
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ def verdict(tested: Difference, noise: Difference) -> list[str]:
     problems = []
     margin = max(_SHARE_MARGIN, 3 * math.hypot(tested.share_error, noise.share_error))
     # A gap that rounding can turn around is at most twice the error of one log-probability.
-    gap = max(noise.max_gap, 2 * noise.max_logprob, _ROUNDING)
-    error = max(noise.max_logprob_error, _ROUNDING)
+    gap = max(noise.max_gap, 2 * noise.max_logprob, ROUNDING)
+    error = max(noise.max_logprob_error, ROUNDING)
     if tested.equal_share < noise.equal_share - margin:
         problems.append(
             f"equal tokens {tested.equal_share:.3f}, of two correct backends "

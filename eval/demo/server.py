@@ -3,7 +3,8 @@
 import os
 from pathlib import Path
 
-from eval.server_process import CPU_ENV, ServerProcess
+from eval.engine_process import CPU_ENV
+from eval.server_process import ServerProcess
 
 CPU_ARGUMENTS = ("--device=cpu", "--dtype=float32", "--max-total-tokens=16384")
 GPU_ARGUMENTS = ("--dtype=bfloat16", "--max-total-tokens=65536")

@@ -44,12 +44,6 @@ class Rollout:
     steps: tuple[tuple[float, int], ...]
     cached: int
 
-    @classmethod
-    def of(cls, answer: dict) -> Rollout:
-        info = answer["meta_info"]
-        steps = ((logprob, token) for logprob, token, *_ in info["output_token_logprobs"])
-        return cls(tuple(steps), info["cached_tokens"])
-
 
 Rollouts = dict[tuple[int, int], Rollout]  # by prompt and sample
 
@@ -99,7 +93,10 @@ def sample(
             ],
             return_logprob=True,
         )
-        found |= {key: Rollout.of(answer) for key, answer in zip(keys, answers, strict=True)}
+        for key, answer in zip(keys, answers, strict=True):
+            info = answer["meta_info"]
+            steps = ((logprob, token) for logprob, token, *_ in info["output_token_logprobs"])
+            found[key] = Rollout(tuple(steps), info["cached_tokens"])
     return found
 
 
@@ -118,12 +115,14 @@ def differences(one: Rollouts, other: Rollouts) -> list[str]:
     found = []
     for (prompt, number), mine in one.items():
         its = other[prompt, number]
-        for at, (step, another) in enumerate(zip_longest(mine.steps, its.steps)):
-            if not _are_equal(step, another):
-                found.append(f"prompt {prompt}, rollout {number}, token {at}: {step}, {another}")
-                if mine.cached != its.cached:
-                    found[-1] += f"; cached of its prompt: {mine.cached}, {its.cached}"
-                break
+        pairs = enumerate(zip_longest(mine.steps, its.steps))
+        if first := next(((at, pair) for at, pair in pairs if not _are_equal(*pair)), None):
+            at, (step, another) = first
+            cached = f"; cached of its prompt: {mine.cached}, {its.cached}"
+            found.append(
+                f"prompt {prompt}, rollout {number}, token {at}: {step}, {another}"
+                + (cached if mine.cached != its.cached else "")
+            )
     return found
 
 

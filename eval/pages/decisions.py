@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from eval.markdown import table
-from eval.pages.results import FOLDER, load, place, rows, source
+from eval.pages.results import FOLDER, gpu_of, load, page_table, rows, source
 from eval.papers import paper_tables
 from eval.policy_holdout.regret import is_slower, is_unshared_slower
 
@@ -18,24 +18,24 @@ PAPERS = ("papers_kernels_h200", "papers_ablations_h200", "papers_traces_h200",
 SLOWER_THAN_FA3 = 1.03
 
 
-def policy() -> str:
+@page_table(
+    "GPU | heads | head dim | batches (seeds) | prefix chosen | regret | worst | slower | "
+    "over FlashInfer | FlashInfer's time off by | ours off by",
+    *POLICY,
+)
+def policy():
     """Regret of the decisions on held-out batches, and the predictions' errors there."""
-    lines = []
     for name in POLICY:
         meta, summary = load(name)["meta"], load(name)["summary"]
         every, setup = summary["all"], meta["setup"]
         seeds = setup["seeds"]
         errors = (f"{100 * summary['prediction'][of]['rms']:.0f} %" for of in ("stock", "prefix"))
-        slower = sum(is_slower(row) or is_unshared_slower(row) for row in _measured(name))
-        lines.append((
-            place(name).partition(",")[0], setup["heads"], setup["head_dim"],
-            f"{every['batches']} ({seeds[0]}-{seeds[-1]})", f"{every['prefix_chosen']}",
-            f"{every['regret']:.4f}", f"{every['worst']:.2f}", slower,
-            f"{every['over_stock']:.2f}", *errors,
-        ))  # fmt: skip
-    columns = ("GPU", "heads", "head dim", "batches (seeds)", "prefix chosen", "regret", "worst",
-               "slower", "over FlashInfer", "FlashInfer's time off by", "ours off by")  # fmt: skip
-    return f"{table(columns, lines)}\n\n{source(*POLICY)}"
+        slower = sum(is_slower(row) or is_unshared_slower(row) for row in rows(name)
+                     if row["error"] is None)  # fmt: skip
+        yield (gpu_of(name), setup["heads"], setup["head_dim"],
+               f"{every['batches']} ({seeds[0]}-{seeds[-1]})", f"{every['prefix_chosen']}",
+               f"{every['regret']:.4f}", f"{every['worst']:.2f}", slower,
+               f"{every['over_stock']:.2f}", *errors)  # fmt: skip
 
 
 def against_fa3() -> str:
@@ -62,23 +62,18 @@ def against_fa3() -> str:
     )
 
 
-def row_tile_rates() -> str:
+@page_table("GPU | head dim | heads tried | cuts | error | regret of the cut | file")
+def row_tile_rates():
     """Errors of the time model of plans for heads that were left out of its fit."""
-    files = ("row_tile_fit_h100", "row_tile_fit_h200", "row_tile_fit_h100_256",
-             "row_tile_fit_h200_256")  # fmt: skip
-    lines = []
-    for name in files:
+    for gpu, head_dim in (("H100", 128), ("H200", 128), ("H100", 256), ("H200", 256)):
+        name = f"row_tile_fit_{gpu.lower()}" + ("_256" if head_dim == 256 else "")
         found = rows(name)
-        gpu = "H100" if "h100" in name else "H200"
-        head_dim = 256 if name.endswith("256") else 128
         cuts = sum(row["samples"] for row in found)
         errors = [row["error of left out"] for row in found]
         regrets = [row["regret of left out"] for row in found]
-        lines.append((gpu, head_dim, len(found), cuts,
-                      f"{100 * min(errors):.0f} to {100 * max(errors):.0f} %",
-                      f"{min(regrets):.4f} to {max(regrets):.4f}", f"`{name}.json`"))  # fmt: skip
-    columns = ("GPU", "head dim", "heads tried", "cuts", "error", "regret of the cut", "file")
-    return table(columns, lines)
+        yield (gpu, head_dim, len(found), cuts,
+               f"{100 * min(errors):.0f} to {100 * max(errors):.0f} %",
+               f"{min(regrets):.4f} to {max(regrets):.4f}", f"`{name}.json`")  # fmt: skip
 
 
 def experiments() -> str:
@@ -87,24 +82,18 @@ def experiments() -> str:
     return f"{paper_tables.markdown(every)}\n\n{source(*PAPERS)}"
 
 
-def index() -> str:
+@page_table("file | GPU | SGLang, Triton | commit | date | command")
+def index():
     """Where each result file comes from: eval/results/README.md."""
-    lines = []
     for path in sorted(FOLDER.glob("*.json")):
         meta = load(path.stem)["meta"]
         versions = [meta["versions"].get(package) or "-" for package in ("sglang", "triton")]
         commit = meta["commit"][:7] + (", local changes" if meta["dirty"] else "")
-        gpu = (meta["gpu"] or "CPU").removeprefix("NVIDIA ").partition(" ")[0]
-        lines.append((f"`{path.name}`", gpu, ", ".join(versions), commit, meta["date"][:10],
-                      f"`{shortened(meta['command'], path.name)}`"))  # fmt: skip
-    return table(("file", "GPU", "SGLang, Triton", "commit", "date", "command"), lines)
+        yield (f"`{path.name}`", gpu_of(path.stem), ", ".join(versions), commit,
+               meta["date"][:10], f"`{shortened(meta['command'], path.name)}`")  # fmt: skip
 
 
 def shortened(command: str, name: str) -> str:
     """Leave out what the page says of every command: `python -m`, and `--json` with its file."""
     rest = re.sub(rf" --json (\S*/)?{re.escape(name)}(?= |$)", "", command)
     return rest.replace("python -m eval.", "eval.")
-
-
-def _measured(name: str) -> list[dict]:
-    return [row for row in rows(name) if row["error"] is None]

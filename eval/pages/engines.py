@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from eval.markdown import table
-from eval.pages.results import load, place, rows, source, span
+from eval.pages.results import load, page_table, place, rows, span
 
 SHAPES = ("models_qwen3-8b", "models_qwen2.5-7b", "models_glm4.5-air_tp8",
           "models_llama3.1-70b_tp8", "models_qwen3-30b-a3b_tp4")  # fmt: skip
@@ -20,11 +19,29 @@ KINDS = {
 DRAFT_MODEL = "speculative_standalone_h100"
 SPECULATIVE = ("speculative_h100", "speculative_border_h100", "speculative_unshared_h100",
                DRAFT_MODEL, "speculative_h200")  # fmt: skip
+FIRST_TOKENS = ("ttft_h100", "ttft_h200", "ttft_unshared_h100", "ttft_deterministic_h200")
+# Of each, the fault that was planted.
+LAYERS = {
+    "layers_h100": "none", "layers_h100_swap_tails": "two tails swapped",
+    "layers_h100_skip_append": "a token not appended", "layers_h100_drop_node": "a node left out",
+}  # fmt: skip
+# Of released checkpoints on a CPU: file -> model, planted fault.
+REAL_TEXT = {
+    f"logprobs_{model}_{fault}": (title, planted)
+    for model, title in (("smollm2", "SmolLM2 135M"), ("gemma3-270m", "Gemma 3 270M"))
+    for fault, planted in (
+        ("cpu", "-"), ("skip_append", "the newest token left out"),
+        ("drop_node", "a node left out"), ("swap_tails", "two tails swapped"),
+    )
+}  # fmt: skip
 
 
-def token_times() -> str:
+@page_table(
+    "model shape | GPU | requests | shared + own | FlashInfer, ms | prefix, ms | ratio",
+    *ENGINES, *SHAPES,
+)  # fmt: skip
+def token_times():
     """TPOT of FlashInfer's engine and of one with our decode, prefill by FlashInfer in both."""
-    lines = []
     for name in (*ENGINES, *SHAPES):
         stock = {row["workload"]: row for row in rows(name) if row["backend"] == "flashinfer"}
         for row in rows(name):
@@ -32,16 +49,13 @@ def token_times() -> str:
                 continue
             prompt = f"{row['shared']} + {row['private']}"
             times = (f"{r['tpot_ms']:.2f}" for r in (stock[row["workload"]], row))
-            lines.append((load(name)["meta"]["model_shape"], place(name), row["batch"], prompt,
-                          *times, f"{row['ratio']:.3f}"))  # fmt: skip
-    columns = ("model shape", "GPU", "requests", "shared + own", "FlashInfer, ms", "prefix, ms",
-               "ratio")  # fmt: skip
-    return f"{table(columns, lines)}\n\n{source(*ENGINES, *SHAPES)}"
+            yield (load(name)["meta"]["model_shape"], place(name), row["batch"], prompt,
+                   *times, f"{row['ratio']:.3f}")  # fmt: skip
 
 
-def kinds() -> str:
+@page_table("model shape | kind | requests | stock, ms | prefix, ms | ratio (of turns)", *KINDS)
+def kinds():
     """TPOT of engines over other layers and KV, and deterministic ones, and each turn's ratio."""
-    lines = []
     for name, kind in KINDS.items():
         for own in rows(name):
             if "prefix" not in own["backend"]:
@@ -51,115 +65,88 @@ def kinds() -> str:
                 for row in rows(name)
                 if row["workload"] == own["workload"] and "prefix" not in row["backend"]
             )
-            turns = [
-                one / other
-                for one, other in zip(
-                    own["each_tpot_ms"], own["baseline_each_tpot_ms"], strict=True
-                )
-            ]
-            lines.append((
-                load(name)["meta"]["model_shape"], kind, f"`{own['workload']}`", stock,
-                f"{own['tpot_ms']:.2f}", f"{own['ratio']:.3f} ({span(turns, '.3f')})",
-            ))  # fmt: skip
-    columns = ("model shape", "kind", "requests", "stock, ms", "prefix, ms", "ratio (of turns)")
-    return f"{table(columns, lines)}\n\n{source(*KINDS)}"
+            each = zip(own["each_tpot_ms"], own["baseline_each_tpot_ms"], strict=True)
+            turns = [one / other for one, other in each]
+            ratio = f"{own['ratio']:.3f} ({span(turns, '.3f')})"
+            yield (load(name)["meta"]["model_shape"], kind, f"`{own['workload']}`", stock,
+                   f"{own['tpot_ms']:.2f}", ratio)  # fmt: skip
 
 
-def speculative() -> str:
+@page_table(
+    "GPU | requests | shared + own | stock, ms | plans, ms | ratio | verified over plans",
+    *SPECULATIVE,
+)
+def speculative():
     """TPOT where chains of drafts are verified, and the share of steps over plans."""
-    lines = []
     for name in SPECULATIVE:
         stock, own = rows(name)
         steps = own["verify_steps"]
         planned = sum(n for reason, n in steps.items() if reason.startswith("prefix"))
         drafts = ", a draft model" if name == DRAFT_MODEL else ""
-        lines.append((
-            place(name) + drafts, own["batch"], f"{own['shared']} + {own['private']}",
-            f"`{stock['backend']}` {stock['tpot_ms']:.2f}", f"`{own['backend']}` "
-            f"{own['tpot_ms']:.2f}", f"{own['ratio']:.3f}", f"{planned} of {sum(steps.values())}",
-        ))  # fmt: skip
-    columns = ("GPU", "requests", "shared + own", "stock, ms", "plans, ms", "ratio",
-               "verified over plans")  # fmt: skip
-    return f"{table(columns, lines)}\n\n{source(*SPECULATIVE)}"
+        times = (f"`{row['backend']}` {row['tpot_ms']:.2f}" for row in (stock, own))
+        yield (place(name) + drafts, own["batch"], f"{own['shared']} + {own['private']}", *times,
+               f"{own['ratio']:.3f}", f"{planned} of {sum(steps.values())}")  # fmt: skip
 
 
-def first_tokens() -> str:
+@page_table(
+    "GPU | requests | in groups of | FlashAttention 3, ms | plans, ms | ratios", *FIRST_TOKENS
+)
+def first_tokens():
     """Time to the first tokens of a batch, packed prefill over FlashAttention 3's; in
     deterministic inference beside a server without plans."""
-    deterministic = "ttft_deterministic_h200"
-    files = ("ttft_h100", "ttft_h200", "ttft_unshared_h100", deterministic)
-    lines = []
-    for name in files:
+    for name in FIRST_TOKENS:
         fa3, prefix = dict.fromkeys(row["backend"] for row in rows(name))
         own = [row for row in rows(name) if row["backend"] == prefix]
         stock = [row["ttft_ms"] for row in rows(name) if row["backend"] == fa3]
         groups = ", ".join(str(row["group"]) for row in own)
         times = (span(found, ".0f") for found in (stock, [row["ttft_ms"] for row in own]))
         ratios = ", ".join(f"{row['ratio']:.3f}" for row in own)
-        mode = ", deterministic" if name == deterministic else ""
-        lines.append((place(name) + mode, own[0]["requests"], groups, *times, ratios))
-    columns = ("GPU", "requests", "in groups of", "FlashAttention 3, ms", "plans, ms", "ratios")
-    return f"{table(columns, lines)}\n\n{source(*files)}"
+        mode = ", deterministic" if "deterministic" in name else ""
+        yield (place(name) + mode, own[0]["requests"], groups, *times, ratios)
 
 
-def host_time() -> str:
+@page_table("GPU's host | file | steady step, us | new plan, ms")
+def host_time():
     """Host time of steady steps and new plans in engines."""
-    files = ("engine_h100_sglang_0.5.17", "engine_h200_sglang_0.5.23", "engine_pdl_h200")
-    lines = []
-    for name in files:
+    for name in ("engine_h100_sglang_0.5.17", "engine_h200_sglang_0.5.23", "engine_pdl_h200"):
         hosts = [row["host"] for row in rows(name) if row["host"] and row["host"]["steady_us"]]
         steady = span([host["steady_us"] for host in hosts], ".0f")
         plans = span([host["plan_ms_mean"] for host in hosts], ".2f")
-        lines.append((place(name), f"`{name}.json`", steady, plans))
-    return table(("GPU's host", "file", "steady step, us", "new plan, ms"), lines)
+        yield place(name), f"`{name}.json`", steady, plans
 
 
-def outputs() -> str:
+@page_table("backend | planted fault | relative error | low-precision torch's", *LAYERS)
+def outputs():
     """Errors of attention in running engines against float64 attention over the same KV."""
-    lines = []
-    for backend in ("prefix", "flashinfer"):
-        found = [row for row in rows("layers_h100") if row["backend"] == backend]
-        errors = (span([row[name]["norm"] for row in found], ".2e")
-                  for name in ("error", "error_torch"))  # fmt: skip
-        lines.append((f"`{backend}`", "none", *errors))
-    faults = {"swap_tails": "two tails swapped", "skip_append": "a token not appended",
-              "drop_node": "a node left out"}  # fmt: skip
-    for fault, title in faults.items():
-        errors = [row["error"]["norm"] for row in rows(f"layers_h100_{fault}")]
-        torch = [row["error_torch"]["norm"] for row in rows(f"layers_h100_{fault}")]
-        lines.append(("`prefix`", title, span(errors, ".2e"), span(torch, ".2e")))
-    columns = ("backend", "planted fault", "relative error", "low-precision torch's")
-    names = ("layers_h100", *(f"layers_h100_{fault}" for fault in faults))
-    return f"{table(columns, lines)}\n\n{source(*names)}"
+    for name, title in LAYERS.items():
+        for backend in ("prefix", "flashinfer"):
+            found = [row for row in rows(name) if row["backend"] == backend]
+            if found:
+                errors = (span([row[of]["norm"] for row in found], ".2e")
+                          for of in ("error", "error_torch"))  # fmt: skip
+                yield (f"`{backend}`", title, *errors)
 
 
-def logprobs() -> str:
+@page_table(
+    "load | backend | tokens | mean difference in nats | equal greedy tokens", "logprobs_h100"
+)
+def logprobs():
     """Log-probabilities along the greedy tokens of FlashInfer's engine."""
     titles = {"shared": "one shared prefix", "three_levels": "three levels"}
-    lines = [
-        (titles[row["scenario"]], f"`{row['backend']}`", row["tokens"], f"{row['mean']:.3f}",
-         f"{row['equal_greedy']:.3f}")
-        for row in rows("logprobs_h100")
-    ]  # fmt: skip
-    columns = ("load", "backend", "tokens", "mean difference in nats", "equal greedy tokens")
-    return f"{table(columns, lines)}\n\n{source('logprobs_h100')}"
+    for row in rows("logprobs_h100"):
+        yield (titles[row["scenario"]], f"`{row['backend']}`", row["tokens"],
+               f"{row['mean']:.3f}", f"{row['equal_greedy']:.3f}")  # fmt: skip
 
 
-def real_text() -> str:
+@page_table(
+    "model | planted fault | tokens | mean difference in nats | equal greedy tokens", *REAL_TEXT
+)
+def real_text():
     """Log-probabilities of released checkpoints along torch_native's greedy tokens, of chats and of
     a text, with and without planted faults."""
-    models = {"smollm2": "SmolLM2 135M", "gemma3-270m": "Gemma 3 270M"}
-    faults = {"cpu": "-", "skip_append": "the newest token left out",
-              "drop_node": "a node left out", "swap_tails": "two tails swapped"}  # fmt: skip
-    lines = []
-    for model, title in models.items():
-        for fault, planted in faults.items():
-            found = rows(f"logprobs_{model}_{fault}")
-            tokens, means, equal = (
-                ", ".join(f"{row[key]:{form}}" for row in found)
-                for key, form in (("tokens", "d"), ("mean", ".2g"), ("equal_greedy", ".3f"))
-            )
-            lines.append((title, planted, tokens, means, equal))
-    columns = ("model", "planted fault", "tokens", "mean difference in nats", "equal greedy tokens")
-    names = [f"logprobs_{model}_{fault}" for model in models for fault in faults]
-    return f"{table(columns, lines)}\n\n{source(*names)}"
+    for name, (title, planted) in REAL_TEXT.items():
+        cells = (
+            ", ".join(f"{row[key]:{form}}" for row in rows(name))
+            for key, form in (("tokens", "d"), ("mean", ".2g"), ("equal_greedy", ".3f"))
+        )
+        yield (title, planted, *cells)

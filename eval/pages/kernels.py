@@ -6,7 +6,7 @@ from statistics import geometric_mean
 
 from eval.bench_kernel import over_floor
 from eval.markdown import table
-from eval.pages.results import load, place, rows, source, span
+from eval.pages.results import gpu_of, load, page_table, rows, source, span
 
 H100, H200, PORTABLE = "kernel_h100_row_tiles", "kernel_h200_pat20", "portable_h100"
 NAMES = {
@@ -20,54 +20,71 @@ NAMES = {
 HEADS = ("kernel_h100_slices", "kernel_h100_16-8", "kernel_h100_32-32", "kernel_h100_32-4")
 E4M3 = ("kernel_h100_e4m3", "kernel_h100_e4m3_heads")
 WIDE_HEADS = ("kernel_h100_256", "kernel_h200_256")
+LONG = ("kernel_h100_long", "kernel_h200_long")
+MULTI_TOKEN = ("multi_token_h100", "multi_token_h200")
+# Files of ablations -> batches, and each of them with what it changes; the rest are on unshared
+# batches.
+ABLATIONS = {
+    ("ablate_h200",): ("20 trees", {name: "calibrated" for name in (
+        "pat", "compute", "naive", "query", "tile_128", "tile_64", "no_split", "mean_split",
+        "separate_merge", "dependent_launch", "prefetch",
+    )}),
+    ("ablate_queue_h200",): ("20 trees", {"dynamic_queue": "separate_merge"}),
+    ("ablate_unshared_h200",): (None, {"prefetch": "calibrated"}),
+    tuple(f"ablate_unshared_h100_{heads}" for heads in ("32-32", "40-8", "28-4")):
+        (None, {"prefetch": "calibrated"}),
+}  # fmt: skip
 
 
-def over_the_floor() -> str:
+@page_table("kernels | H100 | with sharing | H200 | with sharing", H100, H200, PORTABLE)
+def over_the_floor():
     """Geometric means of time / floor over the 20 trees, on either GPU."""
     h100, h200, portable = (
         {entry["provider"]: entry for entry in over_floor.means(_trees(name))}
         for name in (H100, H200, PORTABLE)
     )
-    lines = [
-        (title, *(_mean(by.get(name), field) for by in (portable | h100, h200)
-                  for field in ("all", "sharing")))
-        for name, title in NAMES.items() if name in portable | h100 | h200
-    ]  # fmt: skip
-    columns = ("kernels", "H100", "with sharing", "H200", "with sharing")
-    return f"{table(columns, lines)}\n\n{source(H100, H200, PORTABLE)}"
+    for name, title in NAMES.items():
+        if name in portable | h100 | h200:
+            yield (title, *(_mean(by.get(name), field) for by in (portable | h100, h200)
+                            for field in ("all", "sharing")))  # fmt: skip
 
 
-def by_tree() -> str:
+@page_table(
+    "tree | floor | Hopper kernel | FlashInfer | FlashAttention 3 | FastTree | PAT | peer, H100 | "
+    "peer, H200",
+    H100, H200,
+)  # fmt: skip
+def by_tree():
     """Microseconds per layer of each tree on an H100, and how much longer the fastest peer takes
     on either GPU."""
     names = ("prefix", "flashinfer", "fa3", "fasttree", "pat")
     both = [_trees(name) for name in (H100, H200)]
-    lines = []
     for tree, by in both[0].items():
         floor = next(iter(by.values()))["floor_us"]
         times = ("-" if by[name]["us"] is None else f"{by[name]['us']:.1f}" for name in names)
         ratios = (over_floor.ratio_to_peer(trees[tree], "prefix") for trees in both)
-        lines.append((f"`{tree}`", f"{floor:.0f}", *times, *(f"{ratio:.2f}" for ratio in ratios)))
-    columns = ("tree", "floor", *(NAMES[name] for name in names), "peer, H100", "peer, H200")
-    return f"{table(columns, lines)}\n\n{source(H100, H200)}"
+        yield (f"`{tree}`", f"{floor:.0f}", *times, *(f"{ratio:.2f}" for ratio in ratios))
 
 
-def long_contexts() -> str:
+@page_table(
+    "tree | H100: Hopper kernel, us | H100: fastest peer | H100: over ours | "
+    "H200: Hopper kernel, us | H200: fastest peer | H200: over ours",
+    *LONG,
+)
+def long_contexts():
     """Trees with little or no sharing: the fastest peer's time over ours."""
-    files = ("kernel_h100_long", "kernel_h200_long")
-    found = [_trees(name) for name in files]
-    lines = [
-        (f"`{tree}`", *(cell for trees in found for cell in _against_peer(trees[tree])))
-        for tree in found[0]
-    ]
-    columns = [f"{gpu}: {what}" for gpu in ("H100", "H200")
-               for what in ("Hopper kernel, us", "fastest peer", "over ours")]  # fmt: skip
-    return f"{table(('tree', *columns), lines)}\n\n{source(*files)}"
+    found = [_trees(name) for name in LONG]
+    for tree in found[0]:
+        yield (f"`{tree}`", *(cell for trees in found for cell in _against_peer(trees[tree])))
 
 
-def other_heads() -> str:
+@page_table(
+    "heads | head dim | GPU | trees | Hopper kernel | PAT | best of SGLang's | "
+    "fastest peer / ours",
+    *HEADS, *WIDE_HEADS,
+)  # fmt: skip
+def other_heads():
     """Time / floor of other heads, and the fastest peer's time over ours from tree to tree."""
-    lines = []
     for name in (*HEADS, *WIDE_HEADS):
         for (heads, head_dim, _, _), trees in over_floor.group(rows(name)).items():
             means = {entry["provider"]: entry for entry in over_floor.means(trees)}
@@ -77,17 +94,17 @@ def other_heads() -> str:
                 f"{means[p]['all']:.2f}" if p in means else "-" for p in (own, "pat", "best stock")
             )
             ratios = span(peers, ".2f") if None not in peers else "-"
-            gpu = place(name).partition(",")[0]
-            lines.append((heads, head_dim, gpu, len(trees), *cells, ratios))
-    columns = ("heads", "head dim", "GPU", "trees", "Hopper kernel", "PAT", "best of SGLang's",
-               "fastest peer / ours")  # fmt: skip
-    return f"{table(columns, lines)}\n\n{source(*HEADS, *WIDE_HEADS)}"
+            yield heads, head_dim, gpu_of(name), len(trees), *cells, ratios
 
 
-def narrow_kv() -> str:
+@page_table(
+    "heads | commit | e4m3 over bf16 | of a tree | fastest peer / ours | "
+    "errors: ours, FlashInfer's, FlashAttention 3's",
+    *E4M3,
+)
+def narrow_kv():
     """Time over caches of float8_e4m3fn in units of our own over bfloat16 ones, from tree to tree,
     and the fastest peer's over e4m3 caches in units of ours."""
-    lines = []
     for name in E4M3:
         by: dict[str, dict[str, dict]] = {}
         for (heads, _, _, dtype), trees in over_floor.group(rows(name)).items():
@@ -101,14 +118,9 @@ def narrow_kv() -> str:
                 for p in ("prefix", "flashinfer", "fa3")
                 if p in next(iter(narrow.values()))
             )
-            lines.append((
-                heads, load(name)["meta"]["commit"], f"{geometric_mean(times):.3f}",
-                span(times, ".2f"), "-" if None in peers else span(peers, ".2f"),
-                ", ".join(f"{error:.1e}" for error in errors),
-            ))  # fmt: skip
-    columns = ("heads", "commit", "e4m3 over bf16", "of a tree", "fastest peer / ours",
-               "errors: ours, FlashInfer's, FlashAttention 3's")  # fmt: skip
-    return f"{table(columns, lines)}\n\n{source(*E4M3)}"
+            yield (heads, load(name)["meta"]["commit"], f"{geometric_mean(times):.3f}",
+                   span(times, ".2f"), "-" if None in peers else span(peers, ".2f"),
+                   ", ".join(f"{error:.1e}" for error in errors))  # fmt: skip
 
 
 def latent() -> str:
@@ -129,66 +141,47 @@ def latent() -> str:
     return f"{table(('tree', *titles), lines)}\n\n{source(name)}"
 
 
-def invariant() -> str:
+@page_table("kernels | over | mean of 20 trees | of a tree", "invariant_h100")
+def invariant():
     """What plans and kernels of deterministic inference cost, and what FlashAttention 3 takes that
     splits no KV: mean, least and largest of a tree."""
-    name = "invariant_h100"
-    trees = _trees(name).values()
-    lines = []
+    trees = _trees("invariant_h100").values()
     for above, below in (("prefix:invariant", "prefix"), ("fa3:one_split", "prefix:invariant")):
         ratios = [by[above]["us"] / by[below]["us"] for by in trees]
-        lines.append((NAMES[above], NAMES[below], f"{geometric_mean(ratios):.2f}",
-                      span(ratios, ".2f")))  # fmt: skip
-    columns = ("kernels", "over", "mean of 20 trees", "of a tree")
-    return f"{table(columns, lines)}\n\n{source(name)}"
+        yield (NAMES[above], NAMES[below], f"{geometric_mean(ratios):.2f}",
+               span(ratios, ".2f"))  # fmt: skip
 
 
-def ablations() -> str:
+@page_table(
+    "ablation | over | GPU | batches | mean | of a batch",
+    *(file for files in ABLATIONS for file in files),
+)
+def ablations():
     """Each ablation's time over that of what it changes: mean, least and largest of a tree."""
-    cases = [(name, "calibrated", ("ablate_h200",)) for name in (
-        "pat", "compute", "naive", "query", "tile_128", "tile_64", "no_split", "mean_split",
-        "separate_merge", "dependent_launch", "prefetch",
-    )]  # fmt: skip
-    unshared = ("ablate_unshared_h200",)
-    groups = tuple(f"ablate_unshared_h100_{heads}" for heads in ("32-32", "40-8", "28-4"))
-    cases += [
-        ("dynamic_queue", "separate_merge", ("ablate_queue_h200",)),
-        ("prefetch", "calibrated", unshared),
-        ("prefetch", "calibrated", groups),
-    ]
-    lines = []
-    for name, base, files in cases:
-        ratios = [ratio for file in files for ratio in _over(rows(file), name, base)]
-        batches = ("20 trees" if files[0] in ("ablate_h200", "ablate_queue_h200")
-                   else f"{len(ratios)} without sharing")  # fmt: skip
-        gpu = place(files[0]).partition(",")[0]
-        mean = f"{geometric_mean(ratios):.3f}"
-        lines.append((f"`{name}`", f"`{base}`", gpu, batches, mean, span(ratios, ".2f")))
-    columns = ("ablation", "over", "GPU", "batches", "mean", "of a batch")
-    return (
-        f"{table(columns, lines)}\n\n"
-        f"{source('ablate_h200', 'ablate_queue_h200', *unshared, *groups)}"
-    )
+    for files, (trees, bases) in ABLATIONS.items():
+        for name, base in bases.items():
+            ratios = [ratio for file in files for ratio in _over(rows(file), name, base)]
+            batches = trees or f"{len(ratios)} without sharing"
+            mean = f"{geometric_mean(ratios):.3f}"
+            yield f"`{name}`", f"`{base}`", gpu_of(files[0]), batches, mean, span(ratios, ".2f")
 
 
-def several_tokens() -> str:
+@page_table(
+    "workload | H100: Hopper kernel, us | H100: FlashInfer | H100: FlashAttention 3 | "
+    "H200: Hopper kernel, us | H200: FlashInfer | H200: FlashAttention 3",
+    *MULTI_TOKEN,
+)
+def several_tokens():
     """Plans of several tokens a request, and how much longer stock kernels take."""
-    files = ("multi_token_h100", "multi_token_h200")
-    by: list[dict] = [{}, {}]
-    for times, name in zip(by, files, strict=True):
-        for row in rows(name):
-            times.setdefault(row["workload"], {})[row["provider"]] = row["us"]
-    lines = []
-    for workload in by[0]:
+    us = {(name, row["workload"], row["provider"]): row["us"]
+          for name in MULTI_TOKEN for row in rows(name)}  # fmt: skip
+    for workload in dict.fromkeys(row["workload"] for row in rows(MULTI_TOKEN[0])):
         cells = []
-        for times in by:
-            own = times[workload]
-            stock = (f"{own[p] / own['prefix']:.2f}" for p in ("flashinfer:fa2", "fa3"))
-            cells += [f"{own['prefix']:.1f}", *stock]
-        lines.append((f"`{workload}`", *cells))
-    columns = [f"{gpu}: {what}" for gpu in ("H100", "H200")
-               for what in ("Hopper kernel, us", "FlashInfer", "FlashAttention 3")]  # fmt: skip
-    return f"{table(('workload', *columns), lines)}\n\n{source(*files)}"
+        for name in MULTI_TOKEN:
+            own = us[name, workload, "prefix"]
+            stock = (us[name, workload, provider] for provider in ("flashinfer:fa2", "fa3"))
+            cells += [f"{own:.1f}", *(f"{of / own:.2f}" for of in stock)]
+        yield (f"`{workload}`", *cells)
 
 
 def _trees(name: str) -> dict[str, dict[str, dict]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable, Iterable
+from functools import cache, wraps
 
 from eval import provenance
+from eval.markdown import table
 
 FOLDER = provenance.ROOT / "eval/results"
 
@@ -19,11 +21,14 @@ def rows(name: str) -> list[dict]:
     return load(name)["rows"]
 
 
+def gpu_of(name: str) -> str:
+    """Name the GPU on which a file was measured: "H100", or "CPU" where it was none."""
+    return (load(name)["meta"]["gpu"] or "CPU").removeprefix("NVIDIA ").partition(" ")[0]
+
+
 def place(name: str) -> str:
     """Say on which GPU and beside which SGLang a file was measured: "H100, SGLang 0.5.17"."""
-    meta = load(name)["meta"]
-    gpu = (meta["gpu"] or "CPU").removeprefix("NVIDIA ").partition(" ")[0]
-    version = meta["versions"].get("sglang")
+    gpu, version = gpu_of(name), load(name)["meta"]["versions"].get("sglang")
     return f"{gpu}, SGLang {version}" if version and gpu != "CPU" else gpu
 
 
@@ -33,6 +38,21 @@ def source(*names: str) -> str:
     for name in names:
         by_place.setdefault(place(name), []).append(f"`{name}.json`")
     return "; ".join(f"{where}: {', '.join(files)}" for where, files in by_place.items()) + "."
+
+
+def page_table(header: str, *files: str) -> Callable[[Callable[[], Iterable]], Callable[[], str]]:
+    """Make the text of a table out of what yields its lines; bars stand between the columns' names,
+    and the files, if there are any, are named below."""
+
+    def decorate(lines: Callable[[], Iterable]) -> Callable[[], str]:
+        @wraps(lines)
+        def text() -> str:
+            below = f"\n\n{source(*files)}" if files else ""
+            return table(header.split(" | "), lines()) + below
+
+        return text
+
+    return decorate
 
 
 def span(values, form: str) -> str:

@@ -8,7 +8,7 @@ from eval.bench_agents.agent_tables import wall_ratios
 from eval.bench_serving.rates import OFFLINE
 from eval.bench_serving.serving_row import by_run, latency, median
 from eval.markdown import table
-from eval.pages.results import place, rows, source
+from eval.pages.results import gpu_of, page_table, place, rows, source
 
 # Label of a machine -> its files: servers of one machine have the same host.
 FILES = {
@@ -36,7 +36,7 @@ def readme() -> str:
     spread = _spread()
     lines = []
     for name, load, title in README_ROWS:
-        served = {backend: _tokens(own) for backend, own in _runs(name)[load, "inf"].items()}
+        served = {backend: _tokens(own) for backend, own in by_run(rows(name))[load, "inf"].items()}
         stock = {backend: served[backend] for backend in STOCK if backend in served}
         best = max(stock, key=lambda backend: stock[backend])
         gain = served["prefix"] / stock[best]
@@ -53,11 +53,15 @@ def readme() -> str:
     )
 
 
-def loads() -> str:
+@page_table(
+    "load | machine | default | flashinfer | prefix | over default | over the better | "
+    "TPOT p50 over default | prefix steps",
+    *FILES,
+)
+def loads():
     """All loads sent at once, or offline: output tokens/s and the time per token."""
-    lines = []
     for name, machine in FILES.items():
-        for (load, rate), backends in _runs(name).items():
+        for (load, rate), backends in by_run(rows(name)).items():
             if rate not in ("inf", OFFLINE):
                 continue
             served = {backend: _tokens(own) for backend, own in backends.items()}
@@ -66,23 +70,20 @@ def loads() -> str:
             ratios = (f"{served['prefix'] / of:.2f}" for of in (served["default"], stock))
             title = f"`{load}`" + (", offline" if rate == OFFLINE else "")
             steps = median(backends["prefix"], lambda row: row["prefix_share"])
-            lines.append((title, machine, *cells, *ratios, _over_default(backends, "p50"),
-                          f"{steps:.0%}"))  # fmt: skip
-    columns = ("load", "machine", *STOCK, "prefix", "over default", "over the better",
-               "TPOT p50 over default", "prefix steps")  # fmt: skip
-    return f"{table(columns, lines)}\n\n{source(*FILES)}"
+            tpot = _over_default(backends, "tpot_ms", "p50")
+            yield title, machine, *cells, *ratios, tpot, f"{steps:.0%}"
 
 
 def rates() -> str:
     """Loads at a share of what the default serves: times over the default's."""
     lines, files = [], []
     for name, machine in FILES.items():
-        for (load, rate), backends in _runs(name).items():
+        for (load, rate), backends in by_run(rows(name)).items():
             if not rate.endswith("%"):
                 continue
             files.append(name)
             asked = backends["default"][0]["asked_requests_per_s"]
-            times = (_over_default(backends, at, metric) for metric, at in
+            times = (_over_default(backends, *of) for of in
                      (("ttft_ms", "p50"), ("tpot_ms", "p50"), ("tpot_ms", "p99")))  # fmt: skip
             lines.append((f"`{load}`", machine, f"{asked:.1f} ({rate})", *times))
     columns = ("load", "machine", "requests/s", "TTFT p50", "TPOT p50", "TPOT p99")
@@ -101,7 +102,7 @@ def agents() -> str:
     ]  # fmt: skip
     means = (f"{geometric_mean(by[program, backend] for program in programs):.2f}"
              for by in ratios for backend in ("default", "prefix"))  # fmt: skip
-    columns = ("program", *(f"{place(name).partition(',')[0]}: {backend}" for name in files
+    columns = ("program", *(f"{gpu_of(name)}: {backend}" for name in files
                             for backend in ("default", "prefix")))  # fmt: skip
     count = rows(files[0])[0]["count"]
     return (
@@ -110,15 +111,11 @@ def agents() -> str:
     )
 
 
-def _runs(name: str) -> dict[tuple[str, str], dict[str, list[dict]]]:
-    return by_run(rows(name))
-
-
 def _tokens(own: list[dict]) -> float:
     return median(own, lambda row: row["output_tokens_per_s"])
 
 
-def _over_default(backends: dict[str, list[dict]], at: str, metric: str = "tpot_ms") -> str:
+def _over_default(backends: dict[str, list[dict]], metric: str, at: str) -> str:
     own, stock = (
         median(backends[b], lambda row: latency(row, metric, at)) for b in ("prefix", "default")
     )
@@ -129,7 +126,7 @@ def _spread() -> float:
     """Return by how much two servers of one backend differ in output tokens/s, at most."""
     return max(
         max(tokens) / min(tokens) - 1
-        for (_, rate), backends in _runs("serving_repeated_h100").items()
+        for (_, rate), backends in by_run(rows("serving_repeated_h100")).items()
         if rate == "inf"
         for tokens in ([row["output_tokens_per_s"] for row in own] for own in backends.values())
     )

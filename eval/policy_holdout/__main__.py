@@ -76,8 +76,7 @@ def main(argv: list[str]) -> int:
                 rows += [whose | row for row in judged(batch, servers, meter)]
                 progress.advance(bar)
             summary = judge_each(rows)
-            if args.json:
-                provenance.save(args.json, meta, rows, summary=summary)
+            provenance.save(args.json, meta, rows, summary=summary)
     print(policy_text.report(rows, summary, meta))
     return 0 if summary["all"] else 1
 

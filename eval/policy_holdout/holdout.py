@@ -40,36 +40,27 @@ def judged(batch: Batch, servers: Mapping[str, Server], meter) -> list[dict]:
         evaluate(batch.paths, BatchFacts(), server.planner, server.predictor)
         for server in servers.values()
     ]
-    times: dict[str, list] = {"stock_us": [None] * len(servers), "prefix_us": [None] * len(servers)}
-    fastest: dict[str, float] = {}
-    error = None
+    facts = {
+        "name": batch.name, "batch_size": batch.size,
+        "mean_len": float(batch.paths.seq_lens.mean()), "tokens": batch.tokens,
+        "unique": batch.unique_tokens, "error": None,
+    }  # fmt: skip
+    stock_us = prefix_us = [None] * len(servers)
     plans = {plan.words.tobytes(): plan for plan, _ in evaluated}  # equal ones are timed once
     try:
-        stock_us, distinct_us = meter.measure(batch, list(plans.values()))
+        measured_us, distinct_us = meter.measure(batch, list(plans.values()))
         by_plan = dict(zip(plans, distinct_us, strict=True))
-        prefix_us = [by_plan[plan.words.tobytes()] for plan, _ in evaluated]
-        times = {"stock_us": stock_us, "prefix_us": prefix_us}
-        fastest = {"best_stock_us": min(stock_us), "fastest_us": min(stock_us + prefix_us)}
+        stock_us, prefix_us = measured_us, [by_plan[plan.words.tobytes()] for plan, _ in evaluated]
+        facts |= {"best_stock_us": min(stock_us), "fastest_us": min(stock_us + prefix_us)}
     except Exception as failure:
-        error = f"{type(failure).__name__}: {failure}"
+        facts["error"] = f"{type(failure).__name__}: {failure}"
     rows = []
-    for i, (fallback, (_, decision)) in enumerate(zip(servers, evaluated, strict=True)):
+    for fallback, (_, decision), *us in zip(servers, evaluated, stock_us, prefix_us, strict=True):
         assert decision.predicted is not None, "there is a predictor"
-        rows.append(
-            {
-                "fallback": fallback,
-                "name": batch.name,
-                "batch_size": batch.size,
-                "mean_len": float(batch.paths.seq_lens.mean()),
-                "tokens": batch.tokens,
-                "unique": batch.unique_tokens,
-                **{name: us[i] for name, us in times.items()},
-                **fastest,
-                "error": error,
-                "predicted_stock_us": decision.predicted.stock_us,
-                "predicted_prefix_us": decision.predicted.prefix_us,
-                "variant": decision.variant,
-                "reason": decision.reason,
-            }
-        )
+        rows.append({
+            "fallback": fallback, **facts, **dict(zip(("stock_us", "prefix_us"), us, strict=True)),
+            "predicted_stock_us": decision.predicted.stock_us,
+            "predicted_prefix_us": decision.predicted.prefix_us,
+            "variant": decision.variant, "reason": decision.reason,
+        })  # fmt: skip
     return rows

@@ -26,7 +26,7 @@ from sgl_prefix_attn.execute.backends.family import HOPPER, PORTABLE
 MEMCHECK, RACECHECK = "memcheck", "racecheck"
 # What --plant plants, and the tool that must find it.
 FAULTS = {PORTABLE: ((SLOT, MEMCHECK),), HOPPER: ((SLOT, MEMCHECK), (EARLY_READ, RACECHECK))}
-_CUDA_BIN = "/usr/local/cuda/bin"
+_CASE = (sys.executable, "-m", "eval.sanitize", "--case")
 _FOUND = 86  # exit status that the sanitizer gives for an error
 _TIMEOUT_S = 540
 _REPORTED = 60  # lines of a tool's report that are printed
@@ -43,9 +43,8 @@ def main(argv: list[str]) -> int:
         if args.fault == EARLY_READ:
             plant_early_read()
         return run_case(args.case, plant=args.fault == SLOT)
-    sanitizer = shutil.which("compute-sanitizer") or shutil.which(
-        "compute-sanitizer", path=_CUDA_BIN
-    )
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"])
+    sanitizer = shutil.which("compute-sanitizer", path=path)
     if not torch.cuda.is_available() or sanitizer is None:
         missing = "a GPU" if sanitizer else "compute-sanitizer (part of the CUDA toolkit)"
         print(f"eval.sanitize needs {missing}", file=sys.stderr)
@@ -60,7 +59,7 @@ def main(argv: list[str]) -> int:
 
 def _is_clean(sanitizer: str, name: str) -> bool:
     """Run one case by itself, then under the tools; whether all is right."""
-    if subprocess.run(_case(name), timeout=_TIMEOUT_S).returncode:
+    if subprocess.run([*_CASE, name], timeout=_TIMEOUT_S).returncode:
         print(f"the case {name} fails without a sanitizer", file=sys.stderr)
         return False
     return not any([_errors(sanitizer, tool, name) for tool in (MEMCHECK, RACECHECK)])
@@ -75,10 +74,6 @@ def _finds_faults(sanitizer: str, name: str) -> bool:
     return all_found
 
 
-def _case(name: str, *options: str) -> list[str]:
-    return [sys.executable, "-m", "eval.sanitize", "--case", name, *options]
-
-
 def _errors(sanitizer: str, tool: str, name: str, fault: str | None = None) -> int:
     """Count the errors that a tool reports for the case; print its summary, and the report of any.
     A tool that did not finish counts as an error, unless a planted fault was the reason."""
@@ -86,7 +81,7 @@ def _errors(sanitizer: str, tool: str, name: str, fault: str | None = None) -> i
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     options = ["--fault", fault] if fault else []
     done = subprocess.run(
-        [sanitizer, "--tool", tool, "--error-exitcode", str(_FOUND), *_case(name, *options)],
+        [sanitizer, "--tool", tool, "--error-exitcode", str(_FOUND), *_CASE, name, *options],
         env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_TIMEOUT_S,
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if "SUMMARY" in line]

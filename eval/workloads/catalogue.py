@@ -9,12 +9,12 @@ from pathlib import Path
 from eval.workloads import grouped, traced, trees
 from eval.workloads.load import Load, Scale
 
-_OTHERS: dict[str, Callable[[Scale, Choice], Load]] = {
-    "selfconsistency": lambda scale, choice: trees.self_consistency(scale),
-    "tree": lambda scale, choice: trees.tree_search(scale),
-    "conversation": lambda scale, choice: traced.conversation(scale, choice.seed, choice.azure),
-    "agent": lambda scale, choice: traced.agent(scale, choice.seed),
-    "mooncake": lambda scale, choice: traced.mooncake(scale, choice.mooncake, choice.longest),
+_OTHERS: dict[str, Callable[[Choice], Load]] = {
+    "selfconsistency": lambda its: trees.self_consistency(its.scale),
+    "tree": lambda its: trees.tree_search(its.scale),
+    "conversation": lambda its: traced.conversation(its.scale, its.seed, its.azure),
+    "agent": lambda its: traced.agent(its.scale, its.seed),
+    "mooncake": lambda its: traced.mooncake(its.scale, its.mooncake, its.longest),
 }
 NAMES = (*grouped.NAMED, *_OTHERS)
 SPELLING = "GROUPSxPROMPTS:SHARED+PRIVATE:OUTPUT"
@@ -38,20 +38,16 @@ class Choice:
 def build(name: str, choice: Choice) -> Load:
     """Make a load of a name or of groups spelled out. Raises ValueError quoting a bad name, for a
     trace that is missing or none, and for requests that are too long; OSError."""
-    load = _build(name, choice)
+    groups = grouped.NAMED.get(name) or grouped.parse(name)
+    if groups is not None:
+        load = grouped.load(name, groups.scaled(choice.scale), choice.seed)
+    elif name in _OTHERS:
+        load = _OTHERS[name](choice)
+    else:
+        raise ValueError(f"load {name!r}: known are {', '.join(NAMES)} and {SPELLING}")
     most = max(request.input + request.output for request in load.requests)
     if most > choice.longest:
         raise ValueError(
             f"load {name!r} has a request of {most} tokens; at most {choice.longest} fit the model"
         )
     return load
-
-
-def _build(name: str, choice: Choice) -> Load:
-    scale = choice.scale
-    groups = grouped.NAMED.get(name) or grouped.parse(name)
-    if groups is not None:
-        return grouped.load(name, groups.scaled(scale), choice.seed)
-    if name not in _OTHERS:
-        raise ValueError(f"load {name!r}: known are {', '.join(NAMES)} and {SPELLING}")
-    return _OTHERS[name](scale, choice)

@@ -28,11 +28,11 @@ class Groups:
     ordered: bool = False
 
     def scaled(self, scale: Scale) -> Groups:
-        lengths = {name: scale.tokens(getattr(self, name)) for name in _LENGTHS}
-        return replace(self, groups=scale.number(self.groups), **lengths)
+        lengths = map(scale.tokens, (self.shared, self.private, self.output))
+        changes = dict(zip(("shared", "private", "output"), lengths, strict=True))
+        return replace(self, groups=scale.number(self.groups), **changes)
 
 
-_LENGTHS = ("shared", "private", "output")
 NAMED = {
     "gsp": Groups(32, 16, 2048, 128, 256),
     "gsp64": Groups(64, 16, 2048, 128, 256),  # the client's own defaults
@@ -56,18 +56,13 @@ def parse(text: str) -> Groups | None:
 
 def load(name: str, shape: Groups, seed: int) -> Load:
     """Make a load of groups; its prompts are those of the client in number, length and sharing."""
-    requests = [
-        Request(_parts(group, shape.groups + i, shape), shape.output)
-        for i, group in enumerate(_assignment(shape, seed).tolist())
-    ]
+    requests = []
+    for i, group in enumerate(_assignment(shape, seed).tolist()):
+        parts = ((group, shape.shared), (shape.groups + i, shape.private))
+        requests.append(Request(tuple(part for part in parts if part[1]), shape.output))
     if not shape.ordered:
         random.Random(seed).shuffle(requests)
     return Load(name, tuple(requests), "fixed lengths", _flags(shape))
-
-
-def _parts(group: int, own: int, shape: Groups) -> tuple[tuple[int, int], ...]:
-    parts = ((group, shape.shared), (own, shape.private))
-    return tuple((key, tokens) for key, tokens in parts if tokens)
 
 
 def _assignment(shape: Groups, seed: int) -> np.ndarray:

@@ -107,13 +107,14 @@ def write(load: Load, path: Path, *, seed: int, vocab_size: int, rate: float) ->
     `timestamp` in ms.
     """
 
-    def row(request: Request, prompt: list[int]) -> dict:
-        turns = [{"content": text(prompt)}, {"content": text([0] * request.output)}]
-        made = {"conversations": turns, "output_len": request.output}
-        is_timed = load.has_arrivals and math.isfinite(rate)
-        return made | ({"timestamp": 1e3 * request.at / rate} if is_timed else {})
-
-    _write_lines(path, map(row, load.requests, prompts(load.requests, seed, vocab_size)))
+    ids = prompts(load.requests, seed, vocab_size)
+    with path.open("wb") as lines:
+        for request, prompt in zip(load.requests, ids, strict=True):
+            turns = [{"content": text(prompt)}, {"content": text([0] * request.output)}]
+            row: dict = {"conversations": turns, "output_len": request.output}
+            if load.has_arrivals and math.isfinite(rate):
+                row["timestamp"] = 1e3 * request.at / rate
+            lines.write(orjson.dumps(row) + b"\n")
 
 
 def write_trace(load: Load, path: Path, *, seed: int, vocab_size: int, rate: float | None) -> None:
@@ -123,15 +124,10 @@ def write_trace(load: Load, path: Path, *, seed: int, vocab_size: int, rate: flo
     """
     gaps = np.random.default_rng(seed).exponential(size=len(load.requests))
     drawn = (np.cumsum(gaps) - gaps[0]).tolist()
-
-    def row(request: Request, prompt: list[int], at: float) -> dict:
-        made = {"prompt": prompt, "output_length": request.output}
-        at = request.at if load.has_arrivals else at
-        return made | ({} if rate is None else {"arrival": at / rate})
-
-    _write_lines(path, map(row, load.requests, prompts(load.requests, seed, vocab_size), drawn))
-
-
-def _write_lines(path: Path, rows: Iterable[dict]) -> None:
+    ids = prompts(load.requests, seed, vocab_size)
     with path.open("wb") as lines:
-        lines.writelines(orjson.dumps(row) + b"\n" for row in rows)
+        for request, prompt, at in zip(load.requests, ids, drawn, strict=True):
+            row: dict = {"prompt": prompt, "output_length": request.output}
+            if rate is not None:
+                row["arrival"] = (request.at if load.has_arrivals else at) / rate
+            lines.write(orjson.dumps(row) + b"\n")

@@ -38,8 +38,8 @@ def conversation(scale: Scale, seed: int, azure: Path | None) -> Load:
     number = scale.number(_CONVERSATIONS)
     rng = np.random.default_rng(seed)
     if azure is None:
-        prompts = _lognormal(rng, *_PROMPT, number).clip(1, _LONGEST_PROMPT)
-        answers = _lognormal(rng, *_ANSWER, number).clip(1, _LONGEST_ANSWER)
+        prompts = rng.lognormal(*_PROMPT, number).clip(1, _LONGEST_PROMPT)
+        answers = rng.lognormal(*_ANSWER, number).clip(1, _LONGEST_ANSWER)
         users = list(zip(_poisson(rng, number), prompts, answers, strict=True))
         source = "lengths and arrivals drawn like those of AzureLLMInferenceTrace_conv.csv"
     else:
@@ -69,24 +69,19 @@ def agent(scale: Scale, seed: int) -> Load:
     tools = rng.choice(len(blocks), size=number, p=popularity / popularity.sum())
     shared = blocks[tools] * BLOCK
     hits = shared.sum() - blocks[np.unique(tools)].sum() * BLOCK
-    own = _lognormal(rng, 0.0, _SPREAD, number)
+    own = rng.lognormal(0.0, _SPREAD, number)
     # So few requests that each tool is new leave nothing to find: then as much as is shared.
     own *= max(hits / _HIT_SHARE - shared.sum(), 0) / own.sum() or shared.sum() / own.sum()
-    answers = _lognormal(rng, 0.0, _SPREAD, number)
+    answers = rng.lognormal(0.0, _SPREAD, number)
     answers *= _AGENT_OUTPUT * number / answers.sum()
-    requests = tuple(
-        Request(
-            ((int(tool), scale.tokens(prefix)), (len(blocks) + i, scale.tokens(max(1, private)))),
-            scale.tokens(max(1, answer)),
-            at,
-        )
-        for i, (tool, prefix, private, answer, at) in enumerate(
-            zip(tools, shared, own, answers, _poisson(rng, number), strict=True)
-        )
-    )
-    return Load(
-        "agent", requests, "drawn with the published figures of Mooncake's tool/agent trace"
-    )
+    drawn = zip(tools, shared, own, answers, _poisson(rng, number), strict=True)
+    requests = []
+    for i, (tool, prefix, private, answer, at) in enumerate(drawn):
+        mine = (len(blocks) + i, scale.tokens(max(1, private)))
+        parts = ((int(tool), scale.tokens(prefix)), mine)
+        requests.append(Request(parts, scale.tokens(max(1, answer)), at))
+    source = "drawn with the published figures of Mooncake's tool/agent trace"
+    return Load("agent", tuple(requests), source)
 
 
 def mooncake(scale: Scale, path: Path | None, longest: int) -> Load:
@@ -127,10 +122,6 @@ def read_azure(path: Path, number: int) -> list[tuple[float, int, int]]:
     if gap <= 0:
         raise ValueError(f"{path}: its first {number + 1} requests do not arrive in order")
     return [((at - first) / gap, *tokens) for at, *tokens in rows[:number]]
-
-
-def _lognormal(rng: np.random.Generator, mean: float, spread: float, number: int) -> np.ndarray:
-    return rng.lognormal(mean, spread, number)
 
 
 def _poisson(rng: np.random.Generator, number: int) -> Iterable[float]:

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+from argparse import ArgumentTypeError
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,9 +15,9 @@ import torch
 from eval import bench_plan, dummy_engine, report
 from eval.bench_engine import __main__ as bench_engine
 from eval.bench_engine import decode_times, host_times
-from eval.bench_engine.workloads import NAMED, parse_workloads
+from eval.bench_engine.workloads import NAMED, workload
 from eval.bench_kernel import __main__ as bench_kernel
-from eval.cli_values import output
+from eval.cli_values import output, several
 from eval.compare_outputs import __main__ as compare_outputs
 from eval.engine_process import (
     EngineError,
@@ -149,23 +150,23 @@ def test_bench_plan_requests_hang_below_the_tree():
 
 
 def test_workloads():
-    shared, odd = parse_workloads("shared8k,3x16+8")
+    shared, odd = several(workload)("shared8k,3x16+8")
     assert shared == NAMED["shared8k"]
     prompts = odd.prompts(1024)
     assert prompts == odd.prompts(1024) and [len(ids) for ids in prompts] == [24] * 3
     assert prompts[0][:16] == prompts[1][:16] and prompts[0][16:] != prompts[1][16:]
     assert odd.kv_tokens(10) == 16 + 3 * 18
-    (groups,) = parse_workloads("2*3x16+0..8")
+    groups = workload("2*3x16+0..8")
     prompts = groups.prompts(1024)
     assert [len(ids) for ids in prompts] == 2 * [16, 20, 24]
     assert groups.prefixes(prompts) == [prompts[0], prompts[3]] and prompts[0] != prompts[3]
     assert (groups.batch, groups.kv_tokens(10)) == (6, 2 * (16 + 12 + 30))
-    assert parse_workloads("2x0+4")[0].prefixes([[1], [2]]) == []
-    (lone,) = parse_workloads("1x0+0..8")
+    assert workload("2x0+4").prefixes([[1], [2]]) == []
+    lone = workload("1x0+0..8")
     assert [len(ids) for ids in lone.prompts(1024)] == [8]
     for text in ("nope", "0x1+1", "2x5+0", "0*2x5+1", "2x5+0..0", "4x0+0..8"):
-        with pytest.raises(ValueError, match="workload"):
-            parse_workloads(text)
+        with pytest.raises(ArgumentTypeError, match="workload"):
+            workload(text)
 
 
 def test_engines_alternate_in_both_orders():
@@ -179,11 +180,12 @@ def test_engines_alternate_in_both_orders():
         return SimpleNamespace(ask=ask)
 
     engines = {name: engine(name) for name in ("a", "b")}
-    (workload,) = parse_workloads("2x8+4")
-    prompts = workload.prompts(1024)
-    samples = decode_times.alternate(engines, workload, prompts, (2, 6), 2)
+    two = workload("2x8+4")
+    prompts = two.prompts(1024)
+    samples = decode_times.alternate(engines, two, prompts, (2, 6), 2)
     assert [name for name, count in calls if count == 6] == ["a", "b", "b", "a"]
-    assert decode_times.tpot_ms(samples["a"], (2, 6)) == pytest.approx(1.0)
+    row = decode_times.times_of(samples["a"], samples["b"], (2, 6))
+    assert row["tpot_ms"] == pytest.approx(1.0)
 
 
 def test_host_times_counts_since_an_earlier_read(tmp_path):

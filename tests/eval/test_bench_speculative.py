@@ -9,6 +9,7 @@ import pytest
 from eval import provenance, report
 from eval.bench_speculative import __main__ as bench
 from eval.bench_speculative import verify_steps
+from eval.counters import prefix_share
 from eval.engine_process import uses_prefix
 from sgl_prefix_attn.records import PREFIX, STOCK, Decision
 from sgl_prefix_attn.step.extend import ExtendPreparer
@@ -139,7 +140,7 @@ def test_batches_are_counted_by_tokens_and_decision(monkeypatch, tmp_path):
     answers.append(Decision(STOCK, "unshared"))
     preparer.prepare(None, np.array([4, 4, 4], np.int32))
     assert verify_steps.read(target, 4) == {"prefix:forced": 4, "stock:unshared": 4}
-    assert verify_steps.prefix_share(verify_steps.read(target, 4)) == 0.5
+    assert prefix_share(verify_steps.read(target, 4)) == 0.5
     assert verify_steps.read(target, 1) == {"prefix:forced": 1}
 
 

@@ -9,8 +9,9 @@ import socket
 import pytest
 
 from eval import server_process
+from eval.counters import growth
 from eval.engine_process import log_tail
-from eval.server_process import ServerError, ServerProcess, backend_flags, growth, random_server
+from eval.server_process import ServerError, ServerProcess, backend_flags, random_server
 from tests.support.stand_in_server import assert_ended, write_stand_in
 
 _STEPS = ("sglang:prefix_attn_steps_total", (("reason", "r"), ("variant", "prefix")))

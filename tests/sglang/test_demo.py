@@ -6,11 +6,12 @@ from importlib import metadata
 
 import pytest
 
+from eval.counters import parse_metrics
 from eval.demo import __main__ as demo
 from eval.demo.comparison import Run, compare
 from eval.demo.near_ties import Output
 from eval.demo.server import demo_server
-from eval.server_process import ServerError, parse_metrics
+from eval.server_process import ServerError
 from eval.tiny_model import write_tiny_llama
 from tests.support.evaluation_process import run_evaluation
 
