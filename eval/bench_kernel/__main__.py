@@ -64,8 +64,7 @@ def run(
         found = {row["provider"]: row for row in compare(setting, providers, rates)}
         print("\n".join(over_floor.text_row(found, row) for row in found.values()), flush=True)
         rows += found.values()
-        if args.json:
-            provenance.save(args.json, meta, rows)
+        provenance.save(args.json, meta, rows)
     print("\n" + kernel_tables.markdown(rows))
     ours = [row["status"] for row in rows if over_floor.is_ours(row["provider"])]
     return int(any(not status.startswith(("ok", "unsupported")) for status in ours))

@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.url:
             chat(args.url.rstrip("/"), args.max_tokens)
             return 0
-        model = checkpoints.model(SMOLLM2, checkpoints.folder(SMOLLM2))
+        model = checkpoints.model(SMOLLM2)
         print(f"starting SGLang with --attention-backend prefix (log in {BUILD}) ...")
         with demo_server(model, "prefix", gpu=torch.cuda.is_available(), workdir=BUILD) as server:
             print(f"  healthy after {server.wait_until_healthy():.0f} s at {server.url}")

@@ -73,7 +73,7 @@ def trained(checkpoint: Checkpoint, new_tokens: int) -> Subject:
     """Take a released checkpoint, which is downloaded if need be. Raises ModelError."""
     from transformers import AutoConfig, AutoTokenizer
 
-    model = checkpoints.model(checkpoint, checkpoints.folder(checkpoint))
+    model = checkpoints.model(checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(model)
 
     def text(words: str) -> list[int]:

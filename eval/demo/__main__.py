@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     tokenizer, workload = None, run_agents
     try:
         if args.model == "smollm2":
-            model = checkpoints.model(SMOLLM2, checkpoints.folder(SMOLLM2), console.print)
+            model = checkpoints.model(SMOLLM2, console.print)
             tokenizer = AutoTokenizer.from_pretrained(model)
             workload = partial(run_chats, tokenizer=tokenizer)
         else:

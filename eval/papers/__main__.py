@@ -84,8 +84,7 @@ def _measured(experiments: list[Experiment], args, argv) -> tuple[list[dict], di
             )
             heads, batch = found[0]["heads"], found[0]["batch"]
             print(f"{e.name}  {heads:5} {batch}: {'  '.join(times)}", flush=True)
-            if args.json:
-                provenance.save(args.json, meta, rows)
+            provenance.save(args.json, meta, rows)
     counted = [{"experiment": e.name, **row} for e in experiments if e.count for row in e.count()]
     return rows + counted, meta
 

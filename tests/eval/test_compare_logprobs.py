@@ -155,7 +155,7 @@ def test_an_engine_goes_on_with_the_teacher_s_tokens(tmp_path, monkeypatch):
 
 def test_a_trained_model_is_asked_chats_below_one_prompt(tmp_path, monkeypatch):
     model = write_word_model(tmp_path / "model", "tiny")
-    monkeypatch.setattr(subject.checkpoints, "model", lambda checkpoint, place: model)
+    monkeypatch.setattr(subject.checkpoints, "model", lambda checkpoint: model)
     asked = subject.trained(CHECKPOINTS["smollm2"], 64)
     assert asked.model == model and asked.layers == 2
     chats = [request["ids"] for request in asked.requests["chats"]]
@@ -170,7 +170,7 @@ def test_a_model_that_does_not_chat_goes_on_with_texts_behind_its_first_token(
     model = write_word_model(tmp_path / "model", "tiny")
     settings = model / "tokenizer_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"bos_token": "3f"}))
-    monkeypatch.setattr(subject.checkpoints, "model", lambda checkpoint, place: model)
+    monkeypatch.setattr(subject.checkpoints, "model", lambda checkpoint: model)
     asked = subject.trained(CHECKPOINTS["gemma3-270m"], 64)
     for requests in asked.requests.values():
         assert all(request["ids"][0] == 0x3F for request in requests)
