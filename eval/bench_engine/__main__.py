@@ -15,7 +15,7 @@ from pathlib import Path
 from eval.bench_engine import host_times
 from eval.bench_engine.decode_times import alternate, pool_tokens, times_of
 from eval.bench_engine.workloads import NAMED, workload
-from eval.cli_values import add_engine_arguments, benchmark, several
+from eval.cli_values import add_engine_arguments, benchmark, json_object, several
 from eval.dummy_engine import engine_arguments, run_all, side_by_side
 from eval.engine_process import uses_prefix
 from eval.model_shapes import SHAPES, write_config
@@ -30,6 +30,10 @@ def main(argv: list[str]) -> int:
     )  # fmt: skip
     parser.add_argument("--page-size", type=count, default=1)
     add_engine_arguments(parser)
+    parser.add_argument(
+        "--baseline-arguments", type=json_object, default={}, metavar="JSON",
+        help="of the first backend alone, over --engine-arguments",
+    )  # fmt: skip
     args = parser.parse_args(argv)
     baseline, *others = args.backends
     groups = [[baseline, other] for other in others] or [[baseline]]
@@ -44,14 +48,15 @@ def _run_group(args, group: list[str], folder: Path, before: list[dict]) -> Iter
         page_size=args.page_size, pool_tokens=pool_tokens(args.workloads, args.new_tokens),
         decode_batches=sorted({workload.batch for workload in args.workloads}),
     ) | args.engine_arguments  # fmt: skip
-    times: dict[str, Path] = {}
+    baseline, times = group[0], dict[str, Path]()
 
     def watched(backend: str, home: Path) -> dict:
         times[backend] = home / "host.json"
         plugin = host_times.__name__ if uses_prefix(backend) else None
-        return {"plugin": plugin, "env": {host_times.ENV: str(times[backend])}}
+        own = args.baseline_arguments if backend == baseline else {}
+        env = {host_times.ENV: str(times[backend])}
+        return {"plugin": plugin, "env": env, "arguments": own}
 
-    baseline = group[0]
     is_known = any(row["backend"] == baseline for row in before)
     with side_by_side(group, folder, arguments, more=watched) as engines:
         for workload in args.workloads:

@@ -36,6 +36,7 @@ from eval.sanitize import __main__ as sanitize
 from eval.workloads import __main__ as workloads
 from sgl_prefix_attn.paths.radix_reader import RadixReader
 from sgl_prefix_attn.paths.tree_reader import RunningBatch
+from tests.eval.fake_engines import fake_engines
 
 COMMANDS = (
     bench_kernel,
@@ -276,6 +277,18 @@ def test_engines_start_together_and_end_with_one_that_fails(tmp_path, monkeypatc
         with dummy_engine.side_by_side(["flashinfer", "prefix"], tmp_path, {}):
             pytest.fail("an engine that ended is up")
     assert made[1].returncode == -signal.SIGKILL, "neither waited for the other"
+
+
+def test_the_first_backend_may_have_other_arguments(tmp_path, monkeypatch):
+    started = fake_engines(monkeypatch, lambda *_, new_tokens, **__: {"seconds": new_tokens})
+    narrow, auto = (json.dumps({"kv_cache_dtype": d}) for d in ("fp8_e4m3", "auto"))
+    argv = [
+        *ON_CPU, "--model-shape=tiny", "--backends=fa3/prefix,prefix", "--workloads=2x8+1",
+        "--engine-arguments", narrow, "--baseline-arguments", auto,
+    ]  # fmt: skip
+    assert bench_engine.main([*argv, "--json", str(tmp_path / "out.json")]) == 0
+    dtypes = {engine.backend: engine.arguments["kv_cache_dtype"] for engine in started}
+    assert dtypes == {"fa3/prefix": "auto", "prefix": "fp8_e4m3"}
 
 
 def test_engine_rows_have_the_slope_of_medians_and_each_alternation():
