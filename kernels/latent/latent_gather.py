@@ -79,16 +79,6 @@ def gather_items(
         num_blocks = blocks_of(planned, growing, steps)
         ok_q = offs_n < rows
         query = gl.load(p_item + I_QUERIES + offs_n // S.GROUP, mask=ok_q, other=0)
-        head = offs_n % S.GROUP
-        p_q = q_ptr + times(query, stride_q) + head * stride_q_head
-        p_r = rope_ptr + times(query, stride_rope) + head * stride_rope_head
-        mbarrier.wait(r.q_free.index(0), q_phase ^ 1)
-        q_phase ^= 1
-        ok_q = ok_q[:, None]
-        copy(r.qr.index(0), p_r[:, None] + offs_r[None, :], ok_q)
-        copy(r.q0.index(0), p_q[:, None] + offs_h[None, :], ok_q)
-        copy(r.q1.index(0), p_q[:, None] + HALF + offs_h[None, :], ok_q)
-        async_copy.mbarrier_arrive(r.q_full.index(0), increment_count=False)
         for i in range(num_blocks):
             at = gl.where(i < PRE, ticket * PRE + i, rest + i - PRE) * BLOCK
             behind = gl.where(i + 1 < PRE, ticket * PRE + i + 1, rest + i + 1 - PRE) * BLOCK
@@ -115,6 +105,16 @@ def gather_items(
                 mbarrier.arrive(r.full1.index(stage), count=PRODUCERS)
             else:
                 async_copy.mbarrier_arrive(r.full1.index(stage), increment_count=False)
+            if i == 0:  # the words that say which queries have arrived by then
+                head = offs_n % S.GROUP
+                p_q = q_ptr + times(query, stride_q) + head * stride_q_head
+                p_r = rope_ptr + times(query, stride_rope) + head * stride_rope_head
+                mbarrier.wait(r.q_free.index(0), q_phase ^ 1)
+                q_phase ^= 1
+                copy(r.qr.index(0), p_r[:, None] + offs_r[None, :], ok_q[:, None])
+                copy(r.q0.index(0), p_q[:, None] + offs_h[None, :], ok_q[:, None])
+                copy(r.q1.index(0), p_q[:, None] + HALF + offs_h[None, :], ok_q[:, None])
+                async_copy.mbarrier_arrive(r.q_full.index(0), increment_count=False)
             slot = next_slot
             stage, phase = advance(stage, phase, STAGES)
         slot = first_slot

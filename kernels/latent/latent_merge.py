@@ -20,7 +20,7 @@ from ..hopper.shape import (
     group_barrier,
     ticket_of,
 )
-from .latent_results import scales_of
+from .latent_results import scales_of, swap_columns
 from .latent_shape import HALF, ROWS, VALUE_DIM
 
 
@@ -59,12 +59,17 @@ def merge_shares(
             if parts <= 4:
                 merge_rows(
                     first, end, parts, partial, p_item, out_ptr, lse_ptr, partial_out_ptr,
-                    partial_state_ptr, stride_out, S, WG, 4, 8, 8,
+                    partial_state_ptr, stride_out, S, WG, 4, 16, 8,
+                )  # fmt: skip
+            elif parts <= 8:
+                merge_rows(
+                    first, end, parts, partial, p_item, out_ptr, lse_ptr, partial_out_ptr,
+                    partial_state_ptr, stride_out, S, WG, 8, 8, 8,
                 )  # fmt: skip
             elif share > 2:
                 merge_rows(
                     first, end, parts, partial, p_item, out_ptr, lse_ptr, partial_out_ptr,
-                    partial_state_ptr, stride_out, S, WG, 8, 4, 8,
+                    partial_state_ptr, stride_out, S, WG, 16, 4, 8,
                 )  # fmt: skip
             else:  # two warps a row
                 merge_rows(
@@ -92,13 +97,17 @@ def merge_rows(
     LR: gl.constexpr = gl.SliceLayout(0, LS)  # [SOME]
     LO: gl.constexpr = gl.SliceLayout(0, L3)  # [SOME, HALF]
     LOR: gl.constexpr = gl.SliceLayout(1, LO)
+    LW: gl.constexpr = swap_columns(gl.zeros([SOME, HALF], gl.float32, LO), SOME).type.layout
     offs_p = gl.arange(0, PARTS, gl.SliceLayout(1, LS))
     offs_r = gl.arange(0, SOME, gl.SliceLayout(0, LS))
     offs_l = gl.arange(0, SOME, LR)
-    offs_o = gl.arange(0, SOME, LOR)
+    offs_o = gl.arange(0, SOME, gl.SliceLayout(1, LW))
     col = WG * HALF + gl.arange(0, HALF, gl.SliceLayout(0, gl.SliceLayout(1, L3)))
-    col_o = WG * HALF + gl.arange(0, HALF, gl.SliceLayout(0, LO))
+    col_o = WG * HALF + gl.arange(0, HALF, gl.SliceLayout(0, LW))
     for r in range(first, end, SOME):
+        row = r + offs_o
+        ok_o = row < end
+        query = gl.load(p_item + I_QUERIES + row // S.GROUP, mask=ok_o, other=0)
         most = gl.full([SOME], LOWEST, gl.float32, LR)
         total = gl.zeros([SOME], gl.float32, LR)
         acc = gl.zeros([SOME, HALF], gl.float32, LO)
@@ -121,11 +130,8 @@ def merge_rows(
             most, total, acc = add_parts(most, total, acc, lse, scale, x, LOR)
         # an LSE that is no number is in no maximum, but in its weight, and so in the sum
         inv = gl.convert_layout(gl.where(total > 0, 1.0 / total, 0.0), LOR)
-        row = r + offs_o
-        ok_o = row < end
-        query = gl.load(p_item + I_QUERIES + row // S.GROUP, mask=ok_o, other=0)
         p_out = out_ptr + query.to(gl.int64) * stride_out + row % S.GROUP * VALUE_DIM
-        result = (acc * inv[:, None]).to(out_ptr.dtype.element_ty)
+        result = swap_columns((acc * inv[:, None]).to(out_ptr.dtype.element_ty), SOME)
         gl.store(p_out[:, None] + col_o[None, :], result, mask=ok_o[:, None])
         if S.HAS_LSE and WG == 0:
             row_l = r + offs_l

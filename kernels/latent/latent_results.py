@@ -21,6 +21,14 @@ def store_half(
     """Store columns of half WG of an item's results acc [64, 256], normalised. Returns of how many
     parts they are one."""
     OL: gl.constexpr = acc.type.layout
+    # of swapped columns, where a thread has them
+    PL: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [0, 128], [8, 0]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [ROWS, HALF],
+    )
     row = gl.arange(0, ROWS, gl.SliceLayout(1, OL)) + here(rows)
     col = WG * HALF + gl.arange(0, HALF, gl.SliceLayout(0, OL))
     ok = row < rows
@@ -32,12 +40,25 @@ def store_half(
     else:
         # half-precision partial rows are scaled to about [-1, 1]: 11 bits of the largest
         scale = gl.maximum(gl.max(gl.abs(acc), 1), 1e-30).to(gl.bfloat16)
-        scaled = (acc * (1.0 / scale.to(gl.float32))[:, None]).to(gl.float16)
+        scaled = swap_columns((acc * (1.0 / scale.to(gl.float32))[:, None]).to(gl.float16), ROWS)
+        scaled = gl.convert_layout(scaled, PL)
         first = (gl.load(p_item + I_PARTIAL) + gl.load(p_item + I_PART)).to(gl.int64) * ROWS
-        p_partial = partial_out_ptr + (first + row) * VALUE_DIM
-        gl.store(p_partial[:, None] + col[None, :], scaled, mask=ok[:, None])
         gl.store(scales_of(partial_state_ptr, first + row, WG), scale, mask=ok)
+        row_p = gl.arange(0, ROWS, gl.SliceLayout(1, PL)) + here(rows)
+        col_p = WG * HALF + gl.arange(0, HALF, gl.SliceLayout(0, PL))
+        p_partial = partial_out_ptr + (first + row_p) * VALUE_DIM
+        gl.store(p_partial[:, None] + col_p[None, :], scaled, mask=(row_p < rows)[:, None])
     return parts
+
+
+@gluon.jit
+def swap_columns(x, COUNT: gl.constexpr):
+    """Return rows [COUNT, 256] as partial results have them, and such rows as they were.
+
+    A thread has pairs of columns 8 apart, of what products leave. Four of them stand together in
+    memory, so that it stores 16 bytes: 4 would fill half a sector."""
+    pairs = gl.permute(gl.reshape(x, [COUNT, HALF // 32, 4, 4, 2]), [0, 1, 3, 2, 4])
+    return gl.reshape(pairs, [COUNT, HALF])
 
 
 @gluon.jit

@@ -296,7 +296,7 @@ def _allocate(dtype, shape, _):
 
 _LAYOUTS = (
     "BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout",
-    "NVMMASharedLayout", "SwizzledSharedLayout",
+    "NVMMASharedLayout", "SwizzledSharedLayout", "DistributedLinearLayout",
 )  # fmt: skip
 _GL = {
     **{name: lambda *args: None for name in _LAYOUTS},
