@@ -30,7 +30,7 @@ _ROW = 512  # columns of req_to_token
 _SCALES = 0.7, 1.7  # of keys and values of a KV cache that is unlike the model
 # KV positions of aligned plans' parts: all of these requests have several of the first, and some
 # have one of the second.
-_SHORT_PARTS = 128, 320
+_SHORT_PARTS = 128, 256
 
 
 def self_test_paths() -> PathTable:

@@ -2,9 +2,10 @@
 
 KV position p of a row is column p % BLOCK of a block, which holds no other positions of that row;
 a row's blocks are read in the order of their positions, and are in part p // part_tokens of its
-tile. Blocks and parts that are for other rows only change nothing of its results, to the last bit,
-in kernels that rescale each row by itself and keep partial results in float32. So a request's
-results are the same whatever else its batch holds, and however the batch is cut.
+tile; of a row shorter than whole_below() all are in part 0, because a second part would cost more
+than it saves. Blocks and parts that are for other rows only change nothing of its results, to the
+last bit, in kernels that rescale each row by itself and keep partial results in float32. So a
+request's results are the same whatever else its batch holds, and however the batch is cut.
 
 What is shared up to the middle of a block is read there by each of its requests for itself: nodes
 begin and end at multiples of BLOCK.
@@ -56,8 +57,16 @@ def at_blocks(forest: Forest) -> Forest:
 
 
 @cached_njit
-def divide(edge, offset, run, part_tokens, headroom, group):
+def whole_below(part_tokens):
+    """Return the length from which on a row has several parts."""
+    return part_tokens + part_tokens // 2
+
+
+@cached_njit
+def divide(edge, offset, run, is_whole, part_tokens, headroom, group):
     """Divide tiles (as of lay_out) into the parts that they have within `headroom` steps.
+
+    is_whole: bool [Q], the places of rows that have one part, and stay so within these steps.
 
     Returns their number in each tile, edges of places that are repeated for each part, the places,
     and offset, run and blocks of the parts, as Tiles has them.
@@ -66,12 +75,14 @@ def divide(edge, offset, run, part_tokens, headroom, group):
     parts = np.empty(tiles, np.int64)
     num_places, num_runs = 0, 0
     for t in range(tiles):
+        whole = is_whole[edge[t] : edge[t + 1]]
         end = 0
         for r in range(offset[t], offset[t + 1]):
             start, behind = run[r, R_START], run[r, R_START] + run[r, R_LEN]
             end = max(end, behind)
-            num_runs += (behind - 1) // part_tokens - start // part_tokens + 1
-        parts[t] = (end + headroom - 1) // part_tokens + 1
+            pieces = (behind - 1) // part_tokens - start // part_tokens + 1
+            num_runs += 1 if pieces == 1 and start < part_tokens else pieces * _kinds(run[r], whole)
+        parts[t] = 1 if whole.all() else (end + headroom - 1) // part_tokens + 1
         num_places += parts[t] * (edge[t + 1] - edge[t])
     total = parts.sum()
     places = np.empty(num_places, np.int32)
@@ -80,20 +91,68 @@ def divide(edge, offset, run, part_tokens, headroom, group):
     p, size = 0, 0
     for t in range(tiles):
         queries = edge[t + 1] - edge[t]
+        whole = is_whole[edge[t] : edge[t + 1]]
         for part in range(parts[t]):
             for i in range(queries):
                 places[edges[p] + i] = edge[t] + i
             for r in range(offset[t], offset[t + 1]):
-                start = max(run[r, R_START], part * part_tokens)
-                end = min(run[r, R_START] + run[r, R_LEN], (part + 1) * part_tokens)
-                if start < end:
+                if parts[t] == 1:
                     runs[size] = run[r]
-                    runs[size, R_START], runs[size, R_LEN] = start, end - start
                     size += 1
+                else:
+                    size = _add_pieces(runs, size, run[r], whole, part, part_tokens)
             edges[p + 1], offsets[p + 1] = edges[p] + queries, size
             _count_blocks(runs, offsets[p], size, queries, group, blocks[p])
             p += 1
-    return parts, edges, places, offsets, runs, blocks
+    return parts, edges, places, offsets, runs[:size].copy(), blocks
+
+
+@cached_njit
+def _end_of_kind(run, whole, first):
+    """Return the end of the queries of a run that are, or are not, whole as `first` is."""
+    end = first + 1
+    while end < run[R_END] and whole[end] == whole[first]:
+        end += 1
+    return end
+
+
+@cached_njit
+def _kinds(run, whole):
+    """Count the stretches of queries of a run that are whole, or are not."""
+    count, first = 0, run[R_FIRST]
+    while first < run[R_END]:
+        first = _end_of_kind(run, whole, first)
+        count += 1
+    return count
+
+
+@cached_njit
+def _add_pieces(runs, size, run, whole, part, part_tokens):
+    """Add what of a tile's run is in one of its parts to runs; `whole` bool [queries of the tile].
+    Positions of the first part are there for all queries, those behind it for each as it is."""
+    start, end = run[R_START], run[R_START] + run[R_LEN]
+    if part == 0:
+        size = _add(runs, size, run, start, min(end, part_tokens), run[R_FIRST], run[R_END])
+    low, high = max(start, part * part_tokens), min(end, (part + 1) * part_tokens)
+    first = run[R_FIRST] if end > part_tokens else run[R_END]
+    while first < run[R_END]:
+        last = _end_of_kind(run, whole, first)
+        if whole[first] and part == 0:
+            size = _add(runs, size, run, max(start, part_tokens), end, first, last)
+        elif part > 0 and not whole[first]:
+            size = _add(runs, size, run, low, high, first, last)
+        first = last
+    return size
+
+
+@cached_njit
+def _add(runs, size, run, start, end, first, last):
+    if start < end:
+        runs[size] = run
+        runs[size, R_START], runs[size, R_LEN] = start, end - start
+        runs[size, R_FIRST], runs[size, R_END] = first, last
+        size += 1
+    return size
 
 
 @cached_njit

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from sgl_prefix_attn.jit import cached_njit
-from sgl_prefix_attn.plan.aligned import AlignedCut, at_blocks, divide
+from sgl_prefix_attn.plan.aligned import AlignedCut, at_blocks, divide, whole_below
 from sgl_prefix_attn.plan.cut_time import KernelRates, part_costs, predict_parts, rate_values
 from sgl_prefix_attn.plan.leaves import LeafOrder
 from sgl_prefix_attn.plan.search import MOST, Candidate, edges_of, is_among
@@ -30,15 +31,21 @@ class AlignedSearch:
     part_tokens: int
     headroom: int
 
+    @cached_property
+    def _is_whole(self) -> np.ndarray:
+        """Whether the row at each place has one part."""
+        sees = self.forest.seq_lens[self.leaves.request] - self.leaves.after
+        return sees < whole_below(self.part_tokens)
+
     def candidates(self, hopeless: float = math.inf) -> list[Candidate]:
         """List the cuts as Search.candidates does."""
         below, leaves = at_blocks(self.forest), self.leaves
         found = _search(
             below.parent, below.start, below.end, below.tail_parent, below.tail_start,
             below.seq_lens, leaves.request, leaves.query, leaves.after, leaves.first, leaves.last,
-            leaves.root, 2 if below.query_lens is None else 3, self.most, self.part_tokens,
-            self.headroom, hopeless, rate_values(self.rates), self.forest.unique_tokens,
-            self.heads.sizes, self.num_sms,
+            leaves.root, self._is_whole, 2 if below.query_lens is None else 3, self.most,
+            self.part_tokens, self.headroom, hopeless, rate_values(self.rates),
+            self.forest.unique_tokens, self.heads.sizes, self.num_sms,
         )  # fmt: skip
         return [
             Candidate(us, int(most), int(kind), 0, int(blocks))
@@ -55,7 +62,7 @@ class AlignedSearch:
         group = self.heads.group_size
         whole = make_tiles(at_blocks(self.forest), self.leaves, edge, group)
         parts, edges, places, *rest = divide(
-            edge, whole.offset, whole.run, self.part_tokens, self.headroom, group
+            edge, whole.offset, whole.run, self._is_whole, self.part_tokens, self.headroom, group
         )
         tiles = Tiles(edges, *rest)
         order = replace(
@@ -69,7 +76,7 @@ class AlignedSearch:
 @cached_njit
 def _search(
     parent, start, end, tail_parent, tail_start, seq_lens, request, query, after, first, last, root,
-    kinds, most, part_tokens, headroom, hopeless, rates, unique_tokens, heads, num_sms,
+    is_whole, kinds, most, part_tokens, headroom, hopeless, rates, unique_tokens, heads, num_sms,
 ):  # fmt: skip
     group = heads.group_size
     found = np.empty((MOST, 4))
@@ -86,7 +93,9 @@ def _search(
                 parent, start, end, tail_parent, tail_start, seq_lens, request, after, first, last,
                 edge, group,
             )  # fmt: skip
-            _, edges, places, _, _, blocks = divide(edge, offset, run, part_tokens, headroom, group)
+            _, edges, places, _, _, blocks = divide(
+                edge, offset, run, is_whole, part_tokens, headroom, group
+            )
             us = predict_parts(rates, query[places], edges, blocks, unique_tokens, heads, num_sms)
             found[size, 0] = us
             found[size, 1] = most

@@ -11,7 +11,7 @@ import numpy as np
 
 from sgl_prefix_attn.jit import cached_njit
 from sgl_prefix_attn.kernels import words as W
-from sgl_prefix_attn.plan.aligned import AlignedCut, goes_on, whole_columns
+from sgl_prefix_attn.plan.aligned import AlignedCut, goes_on, whole_below, whole_columns
 from sgl_prefix_attn.plan.block_order import block_at, masked_sequence, sides_of
 from sgl_prefix_attn.plan.serialize import (
     Plan,
@@ -62,15 +62,16 @@ def _new_blocks(seq_lens, headroom):
 
 
 @cached_njit
-def _in_order_of_steps(request, low, high, part, new, count, seq_lens, part_blocks):
+def _in_order_of_steps(request, low, high, part, new, count, seq_lens, part_tokens):
     """Return int [n, 3]: the places, blocks of positions and steps in which the requests of a part
     begin blocks, by steps."""
     found = np.empty((count[request[low:high]].sum(), 3), np.int64)
     size = 0
     for i in range(high - low):
         row = request[low + i]
+        is_whole = seq_lens[row] < whole_below(part_tokens)
         for block in range(new[row], new[row] + count[row]):
-            if block // part_blocks == part:
+            if part == (0 if is_whole else block * W.BLOCK // part_tokens):
                 found[size, 0] = i
                 found[size, 1] = block
                 found[size, 2] = block * W.BLOCK - seq_lens[row]
@@ -130,7 +131,7 @@ def _serialize(
         sides = sides_of(blocks[p], queries * group > W.HALF_ROWS)
         sequence = masked_sequence(sides)
         growth = _in_order_of_steps(
-            request, edge[p], edge[p + 1], part[p], new, begins, seq_lens, part_tokens // W.BLOCK
+            request, edge[p], edge[p + 1], part[p], new, begins, seq_lens, part_tokens
         )
         total = planned[p] + len(growth)
         w = W.HEADER_WORDS + item * item_words

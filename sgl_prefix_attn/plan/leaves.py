@@ -36,16 +36,20 @@ class LeafOrder:
     root: np.ndarray
 
 
-def order_leaves(forest: Forest) -> LeafOrder:
-    """Lay out the depth-first order of the queries; O(N + Q), no sorting."""
+def order_leaves(forest: Forest, comes_last: np.ndarray | None = None) -> LeafOrder:
+    """Lay out the depth-first order of the queries; O(N + Q). Below a node requests are in the
+    order of the batch, those that come last (bool [B]) behind the others."""
     lens = forest.query_lens
     if lens is None:
         lens = np.ones(forest.tail_parent.size, np.int32)
-    return LeafOrder(*_order(forest.parent, forest.tail_parent, lens))
+    rows = np.arange(lens.size)
+    if comes_last is not None:
+        rows = np.argsort(comes_last, kind="stable")
+    return LeafOrder(*_order(forest.parent, forest.tail_parent, lens, rows))
 
 
 @cached_njit
-def _order(parent, tail_parent, query_lens):
+def _order(parent, tail_parent, query_lens, rows):
     num_nodes, batch = parent.size, tail_parent.size
     count = np.zeros(num_nodes, np.int32)  # queries below each node
     for row in range(batch):
@@ -70,18 +74,17 @@ def _order(parent, tail_parent, query_lens):
     request = np.empty(queries, np.int32)
     query = np.empty(queries, np.int32)
     after = np.empty(queries, np.int32)
-    begin = 0
-    for row in range(batch):
+    begin = np.cumsum(query_lens) - query_lens
+    for row in rows:
         above = tail_parent[row] if tail_parent[row] >= 0 else num_nodes
         place = free[above]
         for i in range(query_lens[row]):
             request[place + i] = row
-            query[place + i] = begin + i
+            query[place + i] = begin[row] + i
             after[place + i] = query_lens[row] - 1 - i
             if above == num_nodes:
                 root[place + i] = place if query_lens[row] > 1 else unshared
         free[above] += query_lens[row]
-        begin += query_lens[row]
     return request, query, after, first, first + count, root
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from sgl_prefix_attn.kernels import words as W
-from sgl_prefix_attn.plan.aligned import AlignedCut
+from sgl_prefix_attn.plan.aligned import AlignedCut, whole_below
 from sgl_prefix_attn.plan.aligned_search import AlignedSearch
 from sgl_prefix_attn.plan.aligned_words import serialize_aligned
 from sgl_prefix_attn.plan.capacity import UNLIMITED, Capacity
@@ -167,16 +167,23 @@ class Planner:
             yield from map(search.cut, search.candidates())
 
     def _headroom(self, forest: Forest) -> int:
-        return self.headroom if forest.query_lens is None else 0
+        if forest.query_lens is not None:
+            return 0
+        if not self.part_tokens:
+            return self.headroom
+        # a row that begins to have several parts needs another plan
+        left = whole_below(self.part_tokens) - 1 - forest.seq_lens
+        return int(left.min(where=left >= 0, initial=self.headroom))
 
     def _searches(self, forest: Forest) -> Iterator[Search | AlignedSearch]:
-        leaves = order_leaves(forest)
         if self.part_tokens:
+            leaves = order_leaves(forest, forest.seq_lens >= whole_below(self.part_tokens))
             yield AlignedSearch(
                 forest, leaves, self.heads, self.num_sms, self.rates, self.tile_queries,
                 self.part_tokens, self._headroom(forest),
             )  # fmt: skip
             return
+        leaves = order_leaves(forest)
         for division in self._divisions(forest, leaves):
             yield self._search(forest, leaves, division)
 

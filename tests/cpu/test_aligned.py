@@ -87,14 +87,17 @@ def test_wherever_the_tiles_end(paths, heads, data):
 @given(path_tables(max_batch=20, lengths=LENGTHS), st.sampled_from(HEADS), st.integers(1, 150))
 @examples(40)
 def test_appended_plans_are_as_freshly_made_ones(paths, heads, growth):
-    """Through blocks and parts that begin on the way."""
+    """Through blocks and parts that begin on the way, until a row begins to have several."""
     made, forest = planner(heads, growth), build_forest(paths)
+    left = [PART + PART // 2 - 1 - n for n in paths.seq_lens.tolist() if n < PART + PART // 2]
     for cut in chosen(list(made.cuts(forest)), 2):
         problem = make_problem(paths, heads, room=growth)
         plan = made.serialize(forest, cut)
         words, blocks = loaded(plan, problem)
         check_rows(words, blocks, problem, heads.group_size)
         generator = torch.Generator().manual_seed(0)
+        assert plan.appends_left == min([growth, *left])
+        growth = plan.appends_left
         for step in range(1, growth + 1):
             slots = problem.grow(generator)
             for _ in range(2):
@@ -168,6 +171,29 @@ def test_a_server_has_room_for_any_batch(paths, heads, headroom):
     )
     made = backend.planner(PortableRates(), headroom=headroom, capacity=capacity)
     assert capacity.covers(made.plan_forest(forest))
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_a_server_has_room_for_rows_of_one_part_and_of_two_in_turn(tokens):
+    """Below a node that is longer than a part, each of its children has rows of both kinds."""
+    nodes = [(-1, 340), *[(0, 1)] * 20]
+    paths = path_table(nodes, [i // 2 + 1 for i in range(40)], [42, 43] * 20)
+    lens = None if tokens == 1 else np.full(40, tokens, np.int32)
+    forest = build_forest(paths, lens)
+    for heads in HEADS:
+        backend = TorchBackend(heads, torch.float32, torch.device("cpu"), None, 256)
+        capacity = backend.server_capacity(40 * tokens, forest.unique_tokens, 0, 384, 40)
+        made = backend.planner(PortableRates(), headroom=0, capacity=capacity)
+        assert capacity.covers(made.plan_forest(forest))
+
+
+def test_rows_of_one_part_stand_beside_each_other():
+    """What they share beyond the length of a part is read once for each kind of rows."""
+    forest = build_forest(path_table([(-1, 330)], [0] * 16, [5, 60] * 8))
+    (search,) = planner(HEADS[0], 0, 256)._searches(forest)
+    cut = search.cut_at(np.array([0, 16], np.int32))
+    # the node's last whole block ends at 320
+    assert cut.stats(forest).kv_tokens_read == 256 + 2 * 64 + 8 * (15 + 70)
 
 
 def test_a_server_has_room_for_nested_prompts():

@@ -347,7 +347,7 @@ def test_the_process_tries_aligned_plans(monkeypatch):
 
     monkeypatch.setattr(TorchBackend, "forward", noting)
     assert self_test.main([orjson.dumps(asdict(aligned("float32"))).decode(), "cpu"]) == 0
-    assert tried == {2048: 1, 320: 2, 128: 4}
+    assert tried == {2048: 1, 256: 2, 128: 4}
 
 
 def test_kernels_by_which_bits_follow_the_plan_fail(monkeypatch):

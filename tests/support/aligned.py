@@ -52,6 +52,8 @@ def read_by(words: torch.Tensor, blocks: oracle.Blocks, group: int) -> dict[int,
 
 def expected(slots: list[int], part_tokens: int) -> list[tuple]:
     """Where the KV of a row that sees these slots must be."""
+    if len(slots) < 1.5 * part_tokens:
+        part_tokens = len(slots)
     return [
         (p // part_tokens, p % part_tokens // W.BLOCK, p % W.BLOCK, slot)
         for p, slot in enumerate(slots)

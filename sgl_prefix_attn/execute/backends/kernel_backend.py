@@ -11,6 +11,7 @@ import triton
 from sgl_prefix_attn.execute.params import Capacity, LayerParams, Workspace
 from sgl_prefix_attn.kernels import words as W
 from sgl_prefix_attn.kernels.slots import append_token_kernel, fill_blocks_kernel
+from sgl_prefix_attn.plan.aligned import whole_below
 from sgl_prefix_attn.plan.capacity import UNLIMITED
 from sgl_prefix_attn.plan.cut_time import KernelRates
 from sgl_prefix_attn.plan.planner import Planner
@@ -169,11 +170,17 @@ class KernelBackend:
         parts = tiles * triton.cdiv(longest + headroom, self.part_tokens)
         items = max_batch + parts
         # a request's queries stand together, so that all but two of its tiles are its own
-        reads = min(tiles * min(max_tokens, wide * longest), (tiles + max_requests) * longest)
+        pairs = tiles + max_requests
+        # what rows of one part and rows of several read each for themselves
+        twice = max(0, min(longest, whole_below(self.part_tokens)) - self.part_tokens)
+        reads = min(
+            tiles * min(max_tokens, wide * longest) + 2 * pairs * twice, pairs * (longest + twice)
+        )
         # every request has a block that is not full, and one more for each that it grows into
         own = max_batch * (2 + triton.cdiv(headroom, W.BLOCK))
-        blocks = triton.cdiv(reads, W.BLOCK) + own + (1 + W.PRE) * items + W.PRE
-        runs = 6 * max_batch + triton.cdiv(reads, self.part_tokens)
+        stretches = 2 * pairs if twice else 0
+        blocks = triton.cdiv(reads, W.BLOCK) + own + (1 + W.PRE) * items + W.PRE + stretches
+        runs = 6 * max_batch + triton.cdiv(reads, self.part_tokens) + stretches
         return Capacity(
             words=W.HEADER_WORDS
             + items * (W.item_words(self.heads.group_size, self.tile_rows) + 2)
