@@ -149,7 +149,8 @@ class Lane:
         first: Callable[[], torch.Tensor] | None = None,
         **kwargs,
     ):
-        """Attend in one layer: q [rows, Hq * D], k and v [rows, Hkv, D]; returns [rows, Hq * Dv].
+        """Attend in one layer: q [..., Hq * D] or [..., Hq, D], k and v [..., Hkv, D]; returns
+        [rows, Hq * Dv].
         Of latent KV the last elements of q and k may be apart, as q_rope and k_rope.
 
         first  called before the kernels run; returns the lengths int [>= B] that they go by, where
@@ -164,8 +165,10 @@ class Lane:
         pool = self._runner.token_to_kv_pool
         if save_kv_cache and k is not None:
             self._write_kv(k, v, layer, forward_batch, kwargs.get("k_rope"))
-        rows = q.reshape(len(q), layer.tp_q_head_num, -1)
         rest = kwargs.get("q_rope")
+        # Gemma 3 has another dimension before its rows.
+        row = layer.tp_q_head_num, layer.head_dim if rest is None else layer.v_head_dim
+        rows = q.reshape(-1, *row)
         out = self._output(rows)
         try:
             self.executor.run(

@@ -236,13 +236,14 @@ class Server:
         self.backend.init_forward_metadata(batch)
         return (batch, *self.attend(batch, **options))
 
-    def attend(self, batch, **options):
+    def attend(self, batch, as_model=lambda q: q, **options):
         rows = len(batch.seq_lens)
         generator = torch.Generator().manual_seed(int(batch.seq_lens[0]))
         q = torch.randn(rows, HQ * D, generator=generator)
         k = torch.randn(rows, HKV, D, generator=generator)
         v = torch.randn(rows, HKV, D, generator=generator)
-        out = self.backend.forward_decode(q, k, v, self.layer, batch, **self.options | options)
+        passed = as_model(q)
+        out = self.backend.forward_decode(passed, k, v, self.layer, batch, **self.options | options)
         return q, out
 
     def expected(self, q, batch):

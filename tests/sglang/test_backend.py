@@ -33,6 +33,12 @@ def test_eager_steps_equal_full_attention_planned_or_appended(server):
     assert not server.stock.calls
 
 
+def test_rows_may_be_a_dimension_further(server):
+    """As Gemma 3 passes them on a GPU."""
+    batch, q, out = server.eager_step(1, as_model=lambda q: q.view(1, -1, HQ, D))
+    server.assert_attention(batch, q, out)
+
+
 @pytest.mark.parametrize("steps_before", [0, 1])  # an observed step is used once
 def test_a_batch_that_was_not_observed_is_stock(server, steps_before):
     for grown in range(1, 1 + steps_before):
