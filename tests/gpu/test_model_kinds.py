@@ -31,6 +31,7 @@ KINDS = {
     ),
     "lfm2": ({"head_dim": 64, "hidden_size": 512}, STATES, REFERENCE, "fa3"),
     "mellum": ({"head_dim": 128}, {}, "fa3", REFERENCE),
+    "gemma3_text": ({"head_dim": 128, "query_pre_attn_scalar": 128}, {}, "fa3", NOISE),
     "gpt_oss": ({"head_dim": 64}, {"moe_runner_backend": "triton"}, "fa3", NOISE),
     "deepseek_v2": (
         {

@@ -73,6 +73,12 @@ KINDS = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 128,
     },
+    "gemma3_text": {
+        "sliding_window": 32,
+        "layer_types": _WINDOWS,
+        "query_pre_attn_scalar": 32,
+        "tie_word_embeddings": True,  # SGLang loads no other head
+    },
     # multi-head latent attention, in layers without experts
     "deepseek_v2": {
         "num_key_value_heads": 8,
@@ -116,12 +122,17 @@ def write_tiny(path: Path, kind: str, dtype: torch.dtype = torch.float32, **chan
         torch.manual_seed(0)  # of what is left as it is made
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     generator = torch.Generator().manual_seed(1)
+    # before a model scales it, as Gemma does
+    embedding = 1 / float(getattr(model.get_input_embeddings(), "embed_scale", 1.0))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() > 1:
-                weight.copy_(torch.randn(weight.shape, generator=generator) * _scale(name, weight))
+                scale = _scale(name, weight, embedding)
+                weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
             elif any(part in name for part in ("q_norm", "k_norm", "q_layernorm", "k_layernorm")):
                 weight += 1.4  # some of these scale by one more than the weight
+            elif embedding < 1 and "post_attention_layernorm" in name:
+                weight += 2  # else the head, which is the embedding, repeats the last token
             elif "sinks" in name:  # as high as scores are
                 weight.copy_(torch.randn(weight.shape, generator=generator) + 2)
     model.save_pretrained(path)
@@ -131,10 +142,10 @@ def write_tiny(path: Path, kind: str, dtype: torch.dtype = torch.float32, **chan
     return path
 
 
-def _scale(name: str, weight: torch.Tensor) -> float:
+def _scale(name: str, weight: torch.Tensor, embedding: float) -> float:
     """Return the standard deviation of a matrix's entries: that of write_tiny_llama's."""
     if "embed" in name:
-        return 1.0
+        return embedding
     gains = {"lm_head": 4.8, "q_proj": 2.4, "k_proj": 2.4, "o_proj": 4.0, "out_proj": 4.0}
     gain = next((gain for part, gain in gains.items() if part in name), 1.5)
     return gain / weight.shape[-1] ** 0.5
