@@ -56,6 +56,7 @@ CHECKPOINTS = {
     ),
 }
 SMOLLM2 = CHECKPOINTS["smollm2"]
+_WORDS = "The old lighthouse on the northern cape"  # a token each, or little more
 
 
 class ModelError(RuntimeError):
@@ -128,5 +129,16 @@ def _convert(gguf: Path, into: Path) -> None:
     missing, unexpected = made.load_state_dict(weights, strict=False)
     if unexpected or set(missing) - {"lm_head.weight"}:  # that one is the embedding's
         raise ModelError(f"{gguf.name} has other weights: {[*missing, *unexpected][0]}")
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    _must_know_words(tokenizer, gguf.name)
     made.to(torch.bfloat16).save_pretrained(into)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(into)
+    tokenizer.save_pretrained(into)
+
+
+def _must_know_words(tokenizer, name: str) -> None:
+    """Raise ModelError for a tokenizer of letters, which transformers 5.12 makes of Gemma's."""
+    if len(tokenizer.tokenize(_WORDS)) > 2 * len(_WORDS.split()):
+        raise ModelError(
+            f"this transformers cuts text into letters by the tokenizer of {name}; 5.19 does not: "
+            "any environment of this user may write the model"
+        )

