@@ -326,7 +326,7 @@ def test_the_deterministic_mode_is_judged_as_every_provider(monkeypatch):
 
 
 def test_a_deterministic_servers_parts_are_timed():
-    case = build_case(setting_of("1,4_2040,16").tree, HEADS, 1, torch.float32, CPU)
+    case = build_case(setting_of("1,4_3060,16").tree, HEADS, 1, torch.float32, CPU)
     made = make_providers(["prefix:invariant"])[0].prepare(case)
     assert made.stats.num_items > made.stats.num_tiles
     assert made.planner.part_tokens == PART_TOKENS
