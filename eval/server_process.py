@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
+import secrets
 import socket
 import subprocess
 import time
@@ -166,9 +166,10 @@ def backend_flags(backend: str) -> list[str]:
 
 def free_port() -> int:
     """Find a port below those that systems hand out, which would give it to another process until
-    the server binds it."""
+    the server binds it; not from a sequence that another process may have begun with the same seed.
+    """
     while True:
-        port = random.randrange(10_000, 30_000)
+        port = 10_000 + secrets.randbelow(20_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

@@ -106,7 +106,7 @@ def test_a_port_that_is_taken_is_passed_over(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         ports = iter([taken.getsockname()[1], 0])
-        monkeypatch.setattr(server_process.random, "randrange", lambda low, high: next(ports))
+        monkeypatch.setattr(server_process.secrets, "randbelow", lambda most: next(ports) - 10_000)
         assert server_process.free_port() == 0
 
 
