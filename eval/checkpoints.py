@@ -123,14 +123,14 @@ def _convert(gguf: Path, into: Path) -> None:
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    _must_know_words(tokenizer, gguf.name)
     # from_pretrained(gguf_file=...) would need accelerate, and call the weights quantized.
     made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**source))
     weights = load_gguf_checkpoint(gguf, return_tensors=True, model_to_load=made)["tensors"]
     missing, unexpected = made.load_state_dict(weights, strict=False)
     if unexpected or set(missing) - {"lm_head.weight"}:  # that one is the embedding's
         raise ModelError(f"{gguf.name} has other weights: {[*missing, *unexpected][0]}")
-    tokenizer = AutoTokenizer.from_pretrained(**source)
-    _must_know_words(tokenizer, gguf.name)
     made.to(torch.bfloat16).save_pretrained(into)
     tokenizer.save_pretrained(into)
 

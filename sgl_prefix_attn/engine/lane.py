@@ -150,8 +150,8 @@ class Lane:
         **kwargs,
     ):
         """Attend in one layer: q [..., Hq * D] or [..., Hq, D], k and v [..., Hkv, D]; returns
-        [rows, Hq * Dv].
-        Of latent KV the last elements of q and k may be apart, as q_rope and k_rope.
+        [rows, Hq * Dv]. Of latent KV the last elements of q and k may be apart, as q_rope and
+        k_rope.
 
         first  called before the kernels run; returns the lengths int [>= B] that they go by, where
                these are not the batch's own
