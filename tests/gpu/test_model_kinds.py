@@ -5,6 +5,7 @@ by these, layer by layer; steps from graphs by outputs as near as those of two s
 import pytest
 import torch
 
+from eval.model_shapes import SHAPES
 from tests.gpu import test_engines as plain_engines
 from tests.gpu.test_configurations import CHECKS, PREFIX
 from tests.gpu.test_engines import (
@@ -20,6 +21,18 @@ from tests.sglang.engine import Config, plain, result, start, wait
 from tests.support.tiny_models import write_tiny
 
 pytestmark = plain_engines.pytestmark
+
+# What a tensor-parallel rank has of a model but its experts.
+_RANK = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+    "rope_scaling",
+)  # fmt: skip
+
+
+def rank_of(shape: str) -> dict:
+    return {name: SHAPES[shape][name] for name in _RANK}
+
 
 STATES = {"max_mamba_cache_size": 96}
 # Changes to the tiny model's config, engine arguments, the stock backend that it is compared with,
@@ -41,7 +54,11 @@ KINDS = {
         },
         {}, "fa3", NOISE,
     ),
+    "deepseek_v3": (rank_of("deepseek-v3/6-layers/tp8"), {}, "fa3", NOISE),
+    "kimi_k2": (rank_of("kimi-k2/5-layers/tp8"), {}, "fa3", NOISE),
 }  # fmt: skip
+# Of the kinds of tiny models, where it has another name.
+MODEL = {"kimi_k2": "deepseek_v3"}
 # Of equal tokens, however few two stock backends share: of gpt_oss 0.14.
 LEAST = 0.4
 EACH = pytest.mark.parametrize("kind", KINDS)
@@ -61,7 +78,7 @@ def engines(tmp_path_factory, request):
     for kind in wanted:
         changes, own, stock, noise = KINDS[kind]
         engine = ENGINE | NO_PREFILL_GRAPHS | own
-        model = write_tiny(folder / kind, kind, torch.bfloat16, **changes)
+        model = write_tiny(folder / kind, MODEL.get(kind, kind), torch.bfloat16, **changes)
         for backend in (stock, noise):
             config = Config(kind, SCENARIOS, engine, env)
             started[kind, backend] = start(config, backend, model, folder / f"{kind}-{backend}")

@@ -48,6 +48,16 @@ _TINY = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
+# Multi-head latent attention, in layers without experts.
+_DEEPSEEK = {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "head_dim": 16,
+    "first_k_dense_replace": 4,
+}
 _WINDOWS = ["sliding_attention", "full_attention"] * 2
 KINDS = {
     # three layers of a gated delta rule, then one of full attention
@@ -79,17 +89,8 @@ KINDS = {
         "query_pre_attn_scalar": 32,
         "tie_word_embeddings": True,  # SGLang loads no other head
     },
-    # multi-head latent attention, in layers without experts
-    "deepseek_v2": {
-        "num_key_value_heads": 8,
-        "q_lora_rank": None,
-        "kv_lora_rank": 64,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 32,
-        "head_dim": 16,
-        "first_k_dense_replace": 4,
-    },
+    "deepseek_v2": _DEEPSEEK | {"q_lora_rank": None},
+    "deepseek_v3": _DEEPSEEK | {"q_lora_rank": 64, "rope_interleave": True},
     # with sinks in all layers
     "gpt_oss": {
         "sliding_window": 32,
@@ -101,14 +102,16 @@ KINDS = {
 }
 # What released configs say, SGLang reads and this transformers does not write.
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 1024, "beta_fast": 32, "beta_slow": 1}
+# SGLang has no other rotary embedding for latent attention on a CPU
+_LATENT = {
+    "rope_scaling": {"type": "yarn", "mscale": 0.7, "mscale_all_dim": 0.7, **_YARN},
+    "moe_layer_freq": 1,
+}
 _RELEASED = {
     "qwen3_next": {"full_attention_interval": 4},
     "gpt_oss": {"swiglu_limit": 7.0},
-    # SGLang has no other rotary embedding for it on a CPU
-    "deepseek_v2": {
-        "rope_scaling": {"type": "yarn", "mscale": 0.7, "mscale_all_dim": 0.7, **_YARN},
-        "moe_layer_freq": 1,
-    },
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
 }
 
 
@@ -137,7 +140,7 @@ def write_tiny(path: Path, kind: str, dtype: torch.dtype = torch.float32, **chan
                 weight.copy_(torch.randn(weight.shape, generator=generator) + 2)
     model.save_pretrained(path)
     config_file = path / "config.json"
-    config = json.loads(config_file.read_text()) | _RELEASED.get(kind, {})
+    config = json.loads(config_file.read_text()) | _RELEASED.get(kind, {}) | changes
     config_file.write_text(json.dumps(config))
     return path
 

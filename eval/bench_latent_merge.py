@@ -1,0 +1,133 @@
+"""python -m eval.bench_latent_merge: what merging the parts of split tiles costs, over latent KV.
+
+A server's plan, and the same plan whose parts are each stored as if they were finished, take turns
+by CUDA-graph replay over several KV pools (median, cold L2). Both store as many rows; what takes
+longer in the first is to count, to wait, to read the parts of others and to store their sum. Beside
+it stands 1.3 x (the bytes of parts, written and read once) / 5 TB/s + 1 us. Outputs of the plan are
+judged against fp64; those of parts stored by themselves must be wrong.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from eval import provenance
+from eval.bench_kernel.__main__ import SEED
+from eval.bench_kernel.case import DTYPE, Case, build_case
+from eval.bench_kernel.oracle import Oracle, Wrong
+from eval.bench_kernel.trees import parse_trees
+from eval.cli_values import benchmark, several
+from eval.markdown import table
+from sgl_prefix_attn.api.families import kernels_and_planner
+from sgl_prefix_attn.execute.backends.choice import why_no_hopper
+from sgl_prefix_attn.execute.backends.family import HOPPER
+from sgl_prefix_attn.execute.backends.kernel_backend import KernelBackend
+from sgl_prefix_attn.execute.executor import PlanExecutor
+from sgl_prefix_attn.execute.params import Capacity, LayerParams
+from sgl_prefix_attn.kernels import words as W
+from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.serialize import Plan
+from sgl_prefix_attn.records import HeadConfig
+from sgl_prefix_attn.tools.argument_types import count
+from sgl_prefix_attn.tools.calibrate.timing import LayerTimer, medians_us
+
+TREES = "1,64_8192,256;1,16_8192,256;1,64_2048,256;1,64_8192,1024;1,4,64_2048,2048,256"
+_ROUNDS = 5
+_ROW_BYTES = 512 * 2 + 8  # half-precision columns, an LSE and two scales
+_BYTES_PER_US = 5e6  # of what stays in the L2 cache
+
+
+def main(argv: list[str]) -> int:
+    parser = benchmark("eval.bench_latent_merge", __doc__)
+    parser.add_argument("--trees", type=parse_trees, default=TREES, help="joined by ;")
+    parser.add_argument(
+        "--heads", type=several(count), default="16,8", help="query heads of a rank"
+    )
+    args = parser.parse_args(argv)
+    if why_not := why_no_hopper(args.device, HeadConfig(args.heads[0], 1, 576, 512), DTYPE):
+        parser.error(f"argument --device: no kernel over latent KV on {args.device}: {why_not}")
+    meta = provenance.collect("eval.bench_latent_merge", argv, seed=SEED)
+    rows: list[dict] = []
+    for heads in args.heads:
+        for tree in args.trees:
+            case = build_case(
+                tree, HeadConfig(heads, 1, 576, 512), 1, DTYPE, args.device, seed=SEED
+            )
+            rows.append({"tree": tree.name, "heads": heads} | _measured(case))
+            provenance.save(args.json, meta, rows)
+    print(table(("tree", "heads", "parts", "us", "merge, us", "bound, us"), map(_cells, rows)))
+    return 0
+
+
+def _measured(case: Case) -> dict:
+    backend, planner = kernels_and_planner(HOPPER, case.heads, case.dtype, case.device, 1)
+    plan = planner.plan_forest(build_forest(case.paths))
+    parts, tile_rows = (_items(plan)[:, word] for word in (W.I_PARTS, W.I_ROWS))
+    part_bytes = int(tile_rows[parts > 1].sum()) * _ROW_BYTES
+    timers = [_timer(case, backend, p) for p in (plan, _parts_alone(plan))]
+    oracle = Oracle(case)
+    for timer in timers:
+        timer.replay()
+    error = oracle.judge(timers[0].outs, "merged")
+    if part_bytes:
+        _must_be_wrong(oracle, timers[1].outs)
+    rounds = [medians_us(timers) for _ in range(_ROUNDS)]
+    us, alone_us = (statistics.median(times) for times in zip(*rounds, strict=True))
+    return {
+        "parts": int((parts > 1).sum()),
+        "most_parts": int(parts.max()),
+        "part_bytes": part_bytes,
+        "us": us,
+        "alone_us": alone_us,
+        "merge_us": us - alone_us,
+        "each_merge_us": [merged - alone for merged, alone in rounds],
+        "bound_us": 1.3 * 2 * part_bytes / _BYTES_PER_US + 1,
+        "error": error,
+    }
+
+
+def _items(plan: Plan) -> np.ndarray:
+    """View the items of a plan, int32 [items, words of one]."""
+    size = W.item_words(plan.group_size, plan.tile_rows)
+    return plan.words[W.HEADER_WORDS :][: plan.num_items * size].reshape(-1, size)
+
+
+def _parts_alone(plan: Plan) -> Plan:
+    """Return a plan of whose parts each is stored where the result belongs."""
+    alone = replace(plan, words=plan.words.copy())
+    _items(alone)[:, W.I_PARTS] = 1
+    return alone
+
+
+def _timer(case: Case, backend: KernelBackend, plan: Plan) -> LayerTimer:
+    executor, outs = PlanExecutor(backend, Capacity.for_plans(plan)), case.new_out()
+    executor.load(plan, case.req_to_token, torch.arange(case.batch_size, device=case.device))
+
+    def run(layer: int) -> torch.Tensor:
+        k, v = case.k[layer], case.v[layer]
+        executor.run(LayerParams(case.q, k, v, case.seq_lens, outs[layer], None, case.sm_scale, 0))
+        return outs[layer]
+
+    return LayerTimer(run, case.num_layers, case.device, capture=True)
+
+
+def _must_be_wrong(oracle: Oracle, outs: list[torch.Tensor]) -> None:
+    try:
+        oracle.judge(outs, "parts alone")
+    except Wrong:
+        return
+    raise RuntimeError("outputs of parts that were not merged are right: what was timed?")
+
+
+def _cells(row: dict) -> tuple:
+    us = (f"{row[name]:.1f}" for name in ("us", "merge_us", "bound_us"))
+    return f"`{row['tree']}`", row["heads"], row["parts"], *us
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
