@@ -17,7 +17,7 @@ def test_plans_differ_in_their_parts_alone():
     planner = Planner(HeadConfig(16, 1, 576, 512), num_sms=132, rates=LatentRates(), tile_rows=64)
     plan = planner.plan_forest(build_forest(Tree.parse("1,64_2048,256").paths()))
     alone = _parts_alone(plan)
-    assert (_items(plan)[:, W.I_PARTS] > 1).any() and (_items(alone)[:, W.I_PARTS] == 1).all()
+    assert (_items(plan)[:, W.I_PARTS] > 1).any() and (_items(alone)[:, W.I_PARTS] <= 1).all()
     _items(alone)[:, W.I_PARTS] = _items(plan)[:, W.I_PARTS]
     assert np.array_equal(alone.words, plan.words)
 
