@@ -37,7 +37,9 @@ def test_every_step_runs_a_plan_from_a_graph(runs):
     assert {(step["variant"], step["reason"]) for step in steps} == {PREFIX}
     assert any(step["cross_check"] for step in steps) and steps[-1]["mismatches"] == 0
     assert "cuda graph: True" in runs[TESTED].log
-    assert any(step["read"] < step["query_centric"] for step in steps if step["read"])
+    plans = [x for x in steps if len(x["requests"]) == 5 and x["nodes"] is not None]
+    # as on a CPU; whether so short ones are read once is the planner's decision
+    assert plans and all(step["nodes"] == 4 for step in plans)
 
 
 def test_outputs_are_as_near_as_those_of_two_stock_backends(runs):
