@@ -8,6 +8,9 @@ plan, count). Prints medians:
     join     one request more than in the step before
     leave    one request less
     steady   nothing changed but the lengths
+
+--growth STEPS prints instead the mean over so many steps of 256 requests that all grow, whatever
+plans they need: usual ones, and aligned ones, which end where a request begins to have two parts.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import torch
 from eval import provenance
 from eval.bench_kernel.trees import Tree
 from eval.cli_values import output, several
+from sgl_prefix_attn.engine.determinism import PART_TOKENS
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.paths.radix_reader import RadixReader
 from sgl_prefix_attn.paths.tree_reader import RunningBatch
@@ -136,6 +140,31 @@ def measure(batch: int, levels: int, planner: Planner, repeats: int) -> dict:
     return times
 
 
+# Groups of requests below a prompt of their own, and whether each has own tokens of another number.
+GROWING = {"16 x 16": (16, False), "64 x 4": (64, False), "16 x 16, all lengths differ": (16, True)}
+_GROWING_REQUESTS = 256
+_PROMPT_TOKENS, _OWN_TOKENS = (1024, 2048), (1, 1025)
+
+
+def growth(groups: int, all_differ: bool, planner: Planner, steps: int) -> dict:
+    """Return the mean microseconds of a step, and the plans that were made."""
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(*_PROMPT_TOKENS, groups)
+    root = Node(None, 0, torch.zeros(0, dtype=torch.int64))
+    nodes = [Node(root, 1 + i, torch.zeros(n, dtype=torch.int64)) for i, n in enumerate(lengths)]
+    of = np.repeat(np.arange(groups), _GROWING_REQUESTS // groups)
+    reqs = [Request(nodes[g], int(lengths[g]), i) for i, g in enumerate(of)]
+    own = draw.integers(*_OWN_TOKENS, of.size) if all_differ else 1
+    seq_lens, cache, slots = lengths[of] + own, RadixCache(), torch.zeros(1, 1, dtype=torch.int32)
+    preparer = StepPreparer(Settings(), planner, lambda plan: True, StepCounters())
+    start = time.perf_counter()
+    for _ in range(steps):
+        seq_lens += 1
+        preparer.prepare(RunningBatch(reqs, cache, seq_lens, slots))
+    us = (time.perf_counter() - start) / steps * 1e6
+    return {"steps": steps, "us": us, "plans": sum(preparer.counters.plans.values())}
+
+
 def median_ms(
     work: Callable[[], object], repeats: int, before: Callable[[], object] = lambda: None
 ) -> float:
@@ -154,11 +183,33 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--batches", type=several(count), default=BATCHES)
     parser.add_argument("--levels", type=several(count), default=LEVELS)
     parser.add_argument("--repeats", type=count, default=51)
+    parser.add_argument("--growth", type=count, metavar="STEPS")
     args = parser.parse_args(argv)
-    planner = Planner(_HEADS, num_sms=_NUM_SMS)
-    planner.warm_up()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    rows = _growing(args.growth) if args.growth else _steps(args)
+    if args.json:
+        provenance.save(args.json, provenance.collect("eval.bench_plan", argv), rows)
+    return 0
+
+
+def _growing(steps: int) -> list[dict]:
+    print("host microseconds per step, mean, one core")
+    rows = []
+    for part_tokens in (0, PART_TOKENS):
+        planner = Planner(_HEADS, num_sms=_NUM_SMS, part_tokens=part_tokens)
+        planner.warm_up()
+        for name, (groups, all_differ) in GROWING.items():
+            found = growth(groups, all_differ, planner, steps)
+            rows.append({"requests": name, "part_tokens": part_tokens} | found)
+            kind = "aligned" if part_tokens else "usual"
+            print(f"{name:28} {kind:8} {found['us']:6.1f} us  {found['plans']} plans", flush=True)
+    return rows
+
+
+def _steps(args: argparse.Namespace) -> list[dict]:
+    planner = Planner(_HEADS, num_sms=_NUM_SMS)
+    planner.warm_up()
     print("host milliseconds per step, median, one core (walk and plan: the parts of scratch)")
     rows = []
     for batch, depth in product(args.batches, args.levels):
@@ -167,9 +218,7 @@ def main(argv: list[str]) -> int:
         rows.append({"batch": batch, "levels": depth, "nodes": nodes, "ms": times})
         cells = "  ".join(f"{name} {ms:.4f}" for name, ms in times.items())
         print(f"{batch:5} requests {depth} levels {nodes:5} nodes  {cells}", flush=True)
-    if args.json:
-        provenance.save(args.json, provenance.collect("eval.bench_plan", argv), rows)
-    return 0
+    return rows
 
 
 if __name__ == "__main__":

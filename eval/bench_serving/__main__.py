@@ -29,6 +29,7 @@ from eval.workloads.load import Load, Scale
 from sgl_prefix_attn.tools.argument_types import count
 
 _SEED = 1
+_RUNNING = "requests of a step; behind a prompt in chunks SGLang admits one less"
 
 
 def main(argv: list[str]) -> int:
@@ -87,7 +88,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[Load]]:
     parser.add_argument("--mooncake-trace", type=Path, metavar="JSONL", help="the load mooncake")
     parser.add_argument("--length-scale", type=amount, default=1.0, help="of prompts and outputs")
     parser.add_argument("--count-scale", type=amount, default=1.0, help="of requests or groups")
-    parser.add_argument("--max-running", type=count, default=256, help="requests of a decode step")
+    parser.add_argument("--max-running", type=count, default=256, help=_RUNNING)
     parser.add_argument(
         "--server-arguments", type=shlex.split, default="", help="others of sglang.launch_server"
     )

@@ -138,6 +138,21 @@ def test_bench_plan_prints_and_writes_medians(tmp_path, capsys):
     assert "steady" in capsys.readouterr().out
 
 
+def test_aligned_plans_end_where_lengths_pass_a_part_and_a_half(tmp_path):
+    out, cores = tmp_path / "growth.json", os.sched_getaffinity(0)
+    try:
+        assert bench_plan.main(["--growth", "1100", "--json", str(out)]) == 0
+    finally:
+        os.sched_setaffinity(0, cores)
+    rows = orjson.loads(out.read_bytes())["rows"]
+    plans = {(row["requests"], row["part_tokens"]): row["plans"] for row in rows}
+    assert {plans[name, 0] for name in bench_plan.GROWING} == {-(-1100 // 65)}
+    # some of 16 or 64 lengths pass it, and nearly all of 256 other ones
+    few, more, most = (plans[name, 2048] for name in bench_plan.GROWING)
+    assert 17 < few < more < most
+    assert all(row["us"] > 0 for row in rows)
+
+
 def test_bench_plan_requests_hang_below_the_tree():
     tree = bench_plan.tree_of(64, 4)
     assert tree.counts == (1, 4, 16, 64) and bench_plan.tree_of(7, 1).counts == (7,)
