@@ -131,6 +131,9 @@ class Lane:
         if plan is not None:
             table = self._runner.req_to_token_pool.req_to_token
             self.executor.load(plan, table, forward_batch.req_pool_indices)
+            if self._graph_out is not None:
+                # what a larger batch left there need not be finite
+                self._graph_out[self._rows[1] :] = 0
 
     def append(self, forward_batch) -> None:
         """Let the loaded plan grow by the batch's newest tokens."""
