@@ -4,7 +4,7 @@ With overlap scheduling SGLang prepares a round while the GPU still verifies the
 waits for the lengths only if a backend said at the start of the server that it needs them.
 """
 
-from sgl_prefix_attn.engine.runner_backend import find_backend, need_lengths
+from sgl_prefix_attn.engine.runner_backend import need_lengths, speculates
 
 TARGET = "sglang.srt.managers.scheduler.Scheduler.run_batch"
 TYPE = "before"
@@ -13,14 +13,14 @@ WHY = "whether the host must wait for lengths depends on what the next round run
 
 
 def hook(scheduler, batch, *_args, **_kwargs):
-    """Ask the backends of speculative decoding again, where the target model decodes with ours.
+    """Ask the backends of speculative decoding again, where one of them is ours.
 
-    SGLang always waits with n-grams and with two-batch overlap, in which find_backend finds none.
+    SGLang always waits with n-grams and with two-batch overlap, behind whose wrapper none is found.
     """
     worker = scheduler.draft_worker
     if worker is None or batch.spec_algorithm.is_ngram():
         return
     runner = scheduler.tp_worker.model_runner
-    if find_backend(runner) is not None:
-        backends = getattr(worker, "spec_v2_attn_backends", (runner.attn_backend,))
+    backends = getattr(worker, "spec_v2_attn_backends", (runner.attn_backend,))
+    if speculates(runner, backends):
         scheduler.future_map.needs_cpu_seq_lens = need_lengths(backends)

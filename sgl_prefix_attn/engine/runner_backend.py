@@ -43,6 +43,13 @@ def find_observer(model_runner):
     return find_backend(model_runner) or getattr(model_runner, "prefix_attn_steps", None)
 
 
+def speculates(model_runner, backends) -> bool:
+    """Return whether this runner verifies, or one of the backends of speculative decoding drafts,
+    with ours."""
+    drafts = (_is_of(backend, "planned_drafts", "PlannedDrafts") for backend in backends)
+    return find_backend(model_runner) is not None or any(drafts)
+
+
 def need_lengths(backends) -> bool:
     """Return whether one of the backends of speculative decoding needs the lengths of the next
     round on the host; None among them is a backend that a server does without."""

@@ -190,11 +190,24 @@ def test_behind_a_prefill_backend_that_verifies_ours_needs_none(drafts, mode):
 
 def test_servers_of_other_backends_are_let_alone(drafts):
     """Whatever made SGLang wait there."""
-    drafts.server.runner.attn_backend = stock = Stock([])
+    drafts.server.runner.attn_backend = drafts.backend = stock = Stock([])
     stock.needs_cpu_seq_lens = False
     assert Scheduler(drafts).lengths([10, 20]) == ([10, 20], [10, 20])
     plain = SimpleNamespace(draft_worker=None)
     round_lengths.hook(plain, SimpleNamespace())
+
+
+def test_drafts_over_plans_get_lengths_beside_a_target_that_sglang_serves_alone(drafts):
+    """Else each of their rounds would be planned, and run stock kernels for want of lengths."""
+    drafts.server.runner.attn_backend = alone = Stock([])
+    alone.needs_cpu_seq_lens = False
+    share(drafts, True)
+    scheduler = Scheduler(drafts)
+    scheduler.future_map.needs_cpu_seq_lens = False  # as SGLang said at start
+    for _ in range(5):
+        _, known = scheduler.lengths([10, 20])
+        drafts.round(3, **(UNKNOWN if known is None else {}))
+    assert drafts.backend.counters.drafts[FASTER] == 4
 
 
 def test_a_worker_that_names_no_backends_drafts_without(drafts):
