@@ -99,6 +99,7 @@ def check(server_args) -> None:
         return
     settings = Settings.from_env()
     raise_if_unsupported(sglang_config.model_config(server_args))
+    _refuse_adaptive_drafts(server_args)
     _refuse_determinism(server_args, settings)
     _refuse_glue_graph()
     _refuse_plan_stream(server_args)
@@ -141,6 +142,17 @@ def _refuse_determinism(server_args, settings: Settings) -> None:
         f"{why_not}. Leave that out to run "
         f"{options.attention_backend}, or name another that SGLang calls deterministic"
     )
+
+
+def _refuse_adaptive_drafts(server_args) -> None:
+    """With this option SGLang makes backends past shown_backend.py: a model of latent attention
+    would take them for ours, and hand over queries and keys otherwise than they read them."""
+    latent = getattr(sglang_config.model_config(server_args), "kv_lora_rank", None) is not None
+    if latent and sglang_config.options(server_args).speculative_adaptive:
+        raise ValueError(
+            f"--attention-backend {BACKEND_NAME}: --speculative-adaptive cannot serve a model with "
+            "latent attention; leave one of the two out"
+        )
 
 
 def _refuse_glue_graph() -> None:

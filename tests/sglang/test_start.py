@@ -67,6 +67,7 @@ def served_model(monkeypatch):
         rl_on_policy_target=None,
         speculative_algorithm=None,
         speculative_attention_mode="prefill",
+        speculative_adaptive=False,
         attention_backend="fa3",
         device="cuda",
         disable_radix_cache=False,
@@ -188,6 +189,17 @@ def test_a_model_without_plans_is_not_served_as_deterministic(served_model, monk
         else contextlib.nullcontext()
     ):
         determinism.raise_if_stock_alone(None, "layers:head_dim")
+
+
+@pytest.mark.parametrize(("rank", "adaptive"), [(512, True), (512, False), (None, True)])
+def test_adaptive_drafts_are_refused_beside_latent_attention(
+    served_model, monkeypatch, rank, adaptive
+):
+    served_model.speculative_adaptive = adaptive
+    sglang_config.model_config(None).kv_lora_rank = rank
+    refused = pytest.raises(ValueError, match="--speculative-adaptive cannot serve")
+    with refused if rank and adaptive else contextlib.nullcontext():
+        start_checks.check(None)
 
 
 def test_planning_inside_a_captured_graph_is_refused(served_model, monkeypatch):
