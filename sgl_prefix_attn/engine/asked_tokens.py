@@ -1,10 +1,11 @@
-"""What an extend or verify batch asks of a plan, told on the host: lengths, and whether its drafts
-are chains."""
+"""What a batch asks of a plan, told on the host: lengths, and whether its drafts are chains."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from sgl_prefix_attn.paths.tree_reader import RunningBatch
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,12 @@ class Asked:
     query_lens: np.ndarray
     against: str | None = None
     is_exact: bool = True
+
+
+def decoding(forward_batch, schedule_batch, req_to_token) -> RunningBatch:
+    """Return a decode step's requests with their lengths, new tokens included."""
+    lens = forward_batch.seq_lens_cpu.numpy()
+    return RunningBatch(schedule_batch.reqs, schedule_batch.tree_cache, lens, req_to_token)
 
 
 def committed(forward_batch, reqs: Sequence) -> tuple[np.ndarray, bool]:

@@ -23,16 +23,16 @@ from sgl_prefix_attn.engine import (
     model_facts,
     sglang_config,
 )
+from sgl_prefix_attn.engine.asked_tokens import decoding
 from sgl_prefix_attn.engine.build import build
 from sgl_prefix_attn.engine.counters_of import counters_of
 from sgl_prefix_attn.engine.extends import Extends, PlannedKinds, build_extends
 from sgl_prefix_attn.engine.fallback import create_stock
 from sgl_prefix_attn.engine.graph_variants import GraphVariants
 from sgl_prefix_attn.engine.lane import Lane, Stock
-from sgl_prefix_attn.engine.ranks import agreement
+from sgl_prefix_attn.engine.ranks import agreement, prepared
 from sgl_prefix_attn.engine.runner_backend import find_backend
 from sgl_prefix_attn.metrics.counters import StepCounters
-from sgl_prefix_attn.paths.tree_reader import RunningBatch
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.step import policy
 from sgl_prefix_attn.step.preparer import StepPreparer
@@ -132,22 +132,13 @@ class PrefixAttnBackend(AttentionBackend):
         if not forward_batch.forward_mode.is_decode() or forward_batch.seq_lens_cpu is None:
             self._steps.interrupt()
             return
-        try:
-            step = self._steps.prepare(
-                RunningBatch(
-                    schedule_batch.reqs,
-                    schedule_batch.tree_cache,
-                    forward_batch.seq_lens_cpu.numpy(),
-                    self.req_to_token_pool.req_to_token,
-                )
-            )
-        except Exception:
-            if sglang_config.parallel().tp_size > 1:
-                raise  # the other ranks would wait for this one's word
-            logger.exception("a decode step could not be prepared")
-            self._only_stock("internal_error")
-            return
-        if self.decode is not None:
+        table = self.req_to_token_pool.req_to_token
+        step = prepared(
+            "a decode step",
+            lambda: self._steps.prepare(decoding(forward_batch, schedule_batch, table)),
+            self._only_stock,
+        )
+        if self.decode is not None and step is not None:
             self.decode.observe(step, len(schedule_batch.reqs))
 
     @property

@@ -121,8 +121,9 @@ def _execution(
         runner.model_config.context_len,
     )  # fmt: skip
     check_workspace(
-        backend.workspace_bytes(capacity), runner, f"{runner.req_to_token_pool.size} requests"
-    )
+        backend.workspace_bytes(capacity), runner, f"{runner.req_to_token_pool.size} requests",
+        "--max-running-requests",
+    )  # fmt: skip
     planner = backend.planner(
         rates_of(family, heads)() if calibration is None else calibration.kernel_rates,
         strategy=settings.strategy,
@@ -145,14 +146,14 @@ def _check_headroom(headroom: int, max_batch: int, device: torch.device) -> None
         )
 
 
-def check_workspace(wanted: int, runner, largest: str, lower: str = "", share: float = 1.0) -> None:
+def check_workspace(wanted: int, runner, largest: str, *smaller: str, share: float = 1.0) -> None:
     """Raise ValueError where plans of the largest batch would fill more than a share of the memory;
-    lower: what else makes them smaller."""
+    smaller: options that make them smaller."""
     free = int(share * _free_bytes(torch.device(runner.device)))
     if wanted > free:
         raise ValueError(
-            f"plans of {largest} take {wanted:,} bytes, where {free:,} are free: lower {lower}"
-            "--max-running-requests or --mem-fraction-static, or, for deterministic inference, "
+            f"plans of {largest} take {wanted:,} bytes, where {free:,} are free: lower "
+            f"{' or '.join((*smaller, '--mem-fraction-static'))}, or, for deterministic inference, "
             "--context-length"
         )
 

@@ -12,7 +12,7 @@ from sgl_prefix_attn.engine import determinism, model_facts, sglang_config
 from sgl_prefix_attn.engine.asked_tokens import asked
 from sgl_prefix_attn.engine.build import Execution, check_workspace
 from sgl_prefix_attn.engine.lane import Lane
-from sgl_prefix_attn.engine.ranks import agreement
+from sgl_prefix_attn.engine.ranks import agreement, prepared
 from sgl_prefix_attn.execute.backends.kernel_backend import KernelBackend
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.params import Capacity
@@ -22,6 +22,7 @@ from sgl_prefix_attn.predict.prefill_time import PrefillTime
 from sgl_prefix_attn.records import HeadConfig
 from sgl_prefix_attn.settings import BACKEND_NAME, Settings
 from sgl_prefix_attn.step.extend import ExtendPreparer
+from sgl_prefix_attn.step.preparer import Step
 
 logger = logging.getLogger(__name__)
 
@@ -110,17 +111,20 @@ def build_extends(
 
 def _capacity(runner, backend: KernelBackend) -> Capacity:
     """Return enough for most batches; for all of a deterministic server. Raises ValueError where
-    these do not fit the memory."""
+    it does not fit the memory."""
     tokens = runner.max_total_num_tokens
     if not determinism.is_on(runner.server_args):
-        return backend.server_capacity(_MOST_QUERIES, tokens, 0)
+        capacity = backend.server_capacity(_MOST_QUERIES, tokens, 0)
+        wanted = backend.workspace_bytes(capacity)
+        check_workspace(wanted, runner, f"{_MOST_QUERIES} prompt tokens")
+        return capacity
     queries = determinism.most_prompt_tokens(runner)
     capacity = backend.server_capacity(
         queries, tokens, 0, runner.model_config.context_len, runner.req_to_token_pool.size
     )
     check_workspace(
         backend.workspace_bytes(capacity), runner, f"{queries} prompt tokens",
-        "--chunked-prefill-size, ", _SHARE,
+        "--chunked-prefill-size", "--max-running-requests", share=_SHARE,
     )  # fmt: skip
     return capacity
 
@@ -166,17 +170,28 @@ class Extends:
         """
         self.lane.reset()
         self._verifies = forward_batch.forward_mode.is_target_verify()
-        if not (self._kinds.verify if self._verifies else self._kinds.prefill):
-            return
+        if self._kinds.verify if self._verifies else self._kinds.prefill:
+            found = prepared(
+                "an extend or verify batch",
+                lambda: self._prepare(forward_batch, schedule_batch, graph_problem),
+                self.only_stock,
+            )
+            if found is not None:
+                self.lane.observe(*found)
+
+    def _prepare(
+        self, forward_batch, schedule_batch, graph_problem: str | None
+    ) -> tuple[Step, int] | None:
+        """Return what is decided about a batch, and its rows of q; None where nothing is."""
         if self._verifies and self._preparer.pass_over() is not None:
-            return
+            return None
         try:
             batch_asks = asked(forward_batch, schedule_batch.reqs)
         except Exception as error:
             self._preparer.unreadable(error, self._verifies)
-            return
+            return None
         if batch_asks is None:
-            return
+            return None
         against = batch_asks.against or (graph_problem if self._verifies else self._no_prompts)
         batch = RunningBatch(
             schedule_batch.reqs,
@@ -186,7 +201,7 @@ class Extends:
             batch_asks.is_exact,
         )
         step = self._preparer.prepare(batch, batch_asks.query_lens, against, self._verifies)
-        self.lane.observe(step, int(batch_asks.query_lens.sum()))
+        return step, int(batch_asks.query_lens.sum())
 
     def held_by_a_graph(self) -> None:
         """Note that SGLang runs the observed batch in a prefill graph that holds attention itself:

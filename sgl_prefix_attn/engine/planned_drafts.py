@@ -22,7 +22,7 @@ from sgl_prefix_attn.engine.build import Execution
 from sgl_prefix_attn.engine.graph_variants import GraphVariants
 from sgl_prefix_attn.engine.lane import Lane, Stock
 from sgl_prefix_attn.engine.model_facts import least_saving_us
-from sgl_prefix_attn.engine.ranks import agreement
+from sgl_prefix_attn.engine.ranks import agreement, prepared
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.paths.tree_reader import RunningBatch
 from sgl_prefix_attn.records import HeadConfig
@@ -95,16 +95,10 @@ class PlannedDrafts:
         seq_lens = lens + 1  # with the first step's token
         self._steps.lengths_jumped(seq_lens)
         batch = RunningBatch(reqs, schedule_batch.tree_cache, seq_lens, pool.req_to_token, is_exact)
-        try:
-            step = self._steps.prepare(batch)
-        except Exception:
-            if sglang_config.parallel().tp_size > 1:
-                raise  # the other ranks would wait for this one's word
-            logger.exception("a round of draft steps could not be prepared")
-            self._only_stock("internal_error")
-            return
-        self.counters.draft(step.decision)
-        self.lane.observe(step, len(reqs))
+        step = prepared("a round of drafts", lambda: self._steps.prepare(batch), self._only_stock)
+        if step is not None:
+            self.counters.draft(step.decision)
+            self.lane.observe(step, len(reqs))
 
     @property
     def needs_cpu_seq_lens(self) -> bool:

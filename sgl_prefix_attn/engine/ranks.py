@@ -2,6 +2,7 @@
 and a rank that asks the others at a step at which they do not ask waits for ever.
 """
 
+import logging
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -12,6 +13,7 @@ from sgl_prefix_attn.engine import sglang_config
 from sgl_prefix_attn.settings import VARIABLES, Settings
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 def cpu_group():
@@ -29,6 +31,21 @@ def of_first_rank(make: Callable[[], T]) -> T:
     message: list = [make() if torch.distributed.get_rank(group) == 0 else None]
     torch.distributed.broadcast_object_list(message, group=group, group_src=0)
     return message[0]
+
+
+def prepared(
+    what: str, prepare: Callable[[], T], only_stock: Callable[[str], None]
+) -> T | None:  # fmt: skip
+    """Return what prepare() makes of the next batch; None after an error, from which on only stock
+    attention is to run. With several ranks it is raised: the others would wait for this one."""
+    try:
+        return prepare()
+    except Exception:
+        if sglang_config.parallel().tp_size > 1:
+            raise
+        logger.exception("%s could not be prepared", what)
+        only_stock("internal_error")
+        return None
 
 
 def raise_unless_alike(settings: Settings, group) -> None:

@@ -10,12 +10,13 @@ import logging
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sgl_prefix_attn.engine import model_facts, sglang_config
+from sgl_prefix_attn.engine.asked_tokens import decoding
 from sgl_prefix_attn.engine.counters_of import counters_of
 from sgl_prefix_attn.engine.extends import PlannedKinds
 from sgl_prefix_attn.engine.fallback import create_stock
 from sgl_prefix_attn.engine.layer_groups import attention_layers
+from sgl_prefix_attn.engine.ranks import prepared
 from sgl_prefix_attn.metrics.counters import StepCounters
-from sgl_prefix_attn.paths.tree_reader import RunningBatch
 from sgl_prefix_attn.settings import BACKEND_NAME, Settings
 from sgl_prefix_attn.step.preparer import StepPreparer
 
@@ -58,6 +59,7 @@ class StockSteps:
         counters = counters_of(runner, attention_layers(runner))
         self._steps = StepPreparer(settings, None, lambda plan: None, counters, problem=reason)
         self._req_to_token = runner.req_to_token_pool.req_to_token
+        self._counts = True
 
     @property
     def counters(self) -> StepCounters:
@@ -68,7 +70,14 @@ class StockSteps:
         if not forward_batch.forward_mode.is_decode() or forward_batch.seq_lens_cpu is None:
             self._steps.interrupt()
             return
-        lens = forward_batch.seq_lens_cpu.numpy()
-        self._steps.prepare(
-            RunningBatch(schedule_batch.reqs, schedule_batch.tree_cache, lens, self._req_to_token)
-        )
+        if self._counts:
+            table = self._req_to_token
+            prepared(
+                "a decode step",
+                lambda: self._steps.prepare(decoding(forward_batch, schedule_batch, table)),
+                self._stop,
+            )
+
+    def _stop(self, reason: str) -> None:
+        logger.warning("decode steps are no longer counted (%s)", reason)
+        self._counts = False

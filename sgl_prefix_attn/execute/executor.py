@@ -45,11 +45,6 @@ class PlanExecutor:
         self.backend.fill(self.workspace, plan, table, rows)
         self.plan = plan
 
-    @property
-    def batch_size(self) -> int:
-        """Requests of the loaded plan."""
-        return self.plan.batch_size if self.plan else 0
-
     def append(self, seq_lens: torch.Tensor, out_cache_loc: torch.Tensor) -> None:
         """Write this step's slots (out_cache_loc [>= B], of any stride) at seq_lens - 1;
         idempotent."""

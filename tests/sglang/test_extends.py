@@ -243,6 +243,17 @@ def test_kernels_that_fail_leave_a_server_with_stock_prefill(monkeypatch, caplog
     server.assert_attention(*server.eager_step(1))
 
 
+def test_an_error_while_a_batch_is_prepared_leaves_a_server_with_stock_prefill(monkeypatch, caplog):
+    server = PrefillServer(monkeypatch)
+    with monkeypatch.context() as patched:
+        patched.setattr(server.backend.extends._preparer, "prepare", lambda *_: 1 / 0)
+        q, out = server.extend(server.extend_batch())
+    assert out is q and "an extend or verify batch could not be prepared" in caplog.text
+    server.extend(server.extend_batch())
+    assert server.backend.counters.extends[Decision("stock", "internal_error")] == 1
+    server.assert_attention(*server.eager_step(1))
+
+
 def test_with_tensor_parallelism_they_are_raised(monkeypatch):
     server = PrefillServer(monkeypatch, tp_size=2)
     monkeypatch.setattr(server.backend.extends.lane.executor, "run", lambda *_: 1 / 0)

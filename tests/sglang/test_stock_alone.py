@@ -136,7 +136,14 @@ def test_a_model_without_a_layer_for_plans_is_served_by_sglangs_choice(world, ca
     schedule = SimpleNamespace(reqs=world.world.reqs, tree_cache=world.world.cache)
     for grown in (1, 2):
         batch_requests.hook(world.batch(grown), None, schedule, runner)
-    assert find_observer(runner).counters.steps == {Decision("stock", reason): 2}
+    steps = find_observer(runner)
+    assert steps.counters.steps == {Decision("stock", reason): 2}
+    # What cannot be counted is served all the same, and said once.
+    schedule.reqs, caplog.records[:] = None, []
+    for grown in (3, 4):
+        batch_requests.hook(world.batch(grown), None, schedule, runner)
+    assert sum("no longer counted (internal_error)" in line for line in caplog.messages) == 1
+    assert steps.counters.steps == {Decision("stock", reason): 2}
 
 
 @pytest.mark.parametrize(
