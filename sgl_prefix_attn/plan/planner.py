@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -108,30 +107,26 @@ class Planner:
             for search in self._searches(forest)
             for candidate in search.candidates(HOPELESS)
         ]
-        too_large: Plan | None = None
-        blocks = math.inf
-        for candidate, search in sorted(found, key=lambda pair: pair[0].us):
-            # one that reads no less than one whose blocks do not fit would not fit either
-            if candidate.blocks < blocks:
+        found.sort(key=lambda pair: pair[0].us)
+        for candidate, search in found:
+            if candidate.blocks * W.BLOCK <= self.capacity.index_slots:
                 plan = self.serialize(forest, search.cut(candidate))
                 if self.capacity.covers(plan):
                     return plan
-                too_large = too_large or plan
-                if plan.num_index_slots > self.capacity.index_slots:
-                    blocks = candidate.blocks
-        assert too_large is not None, "every step can be cut"
-        return too_large
+        fastest, search = found[0]
+        return self.serialize(forest, search.cut(fastest))
 
-    def node_costs(self, forest: Forest) -> np.ndarray:
-        """float [N, 2]: the predicted microseconds with all nodes merged, and with this one alone
-        split off, each in its fastest cut."""
+    def node_costs(self, forest: Forest, most: int) -> np.ndarray:
+        """float [N, 2], of at most so many nodes: the predicted microseconds with all nodes merged,
+        and with this one alone split off, each in its fastest cut."""
         leaves = order_leaves(forest)
 
         def fastest(division: Division) -> float:
             return min(cut.us for cut in self._search(forest, leaves, division).candidates())
 
         merged = fastest(Division.merged(forest))
-        nodes = np.eye(forest.parent.size, dtype=bool)
+        number = np.arange(forest.parent.size)
+        nodes = (number == i for i in number[:most])
         split = [fastest(Division.of_nodes(forest, leaves, one)) for one in nodes]
         return np.array([(merged, us) for us in split]).reshape(-1, 2)
 

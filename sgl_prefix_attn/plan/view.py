@@ -14,6 +14,8 @@ from sgl_prefix_attn.plan.schedule import Ticket, in_rounds
 from sgl_prefix_attn.plan.serialize import Plan
 from sgl_prefix_attn.records import Decision, Forest, HeadConfig
 
+MOST_ROWS = 24  # of nodes and tiles as text; large batches have hundreds
+
 
 @dataclass(frozen=True)
 class NodeView:
@@ -82,7 +84,7 @@ class NodeDecision:
 @dataclass(frozen=True)
 class PlanView:
     """All of a plan that text and figure show; tiles in the order in which they are started, and
-    a decision for each node where the planner may split nodes off."""
+    a decision for each node that text shows where the planner may split nodes off."""
 
     plan: Plan
     forest: Forest
@@ -146,7 +148,8 @@ def _decisions(
     if not planner.splits_nodes:
         return
     alone = [tile for tile in tiles if tile.split_off]
-    for node, (merged_us, split_us) in zip(nodes, planner.node_costs(forest).tolist(), strict=True):
+    costs = planner.node_costs(forest, MOST_ROWS).tolist()
+    for node, (merged_us, split_us) in zip(nodes, costs, strict=False):
         split = any(
             set(tile.requests) & set(node.requests)
             and min(run.start for run in tile.runs) <= node.start

@@ -7,10 +7,8 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from sgl_prefix_attn.plan.view import NodeDecision, PlanView
+from sgl_prefix_attn.plan.view import MOST_ROWS, NodeDecision, PlanView
 from sgl_prefix_attn.ranges import in_short
-
-MOST_ROWS = 24  # of a table; a plan of a large batch has hundreds of tiles
 
 
 def render(view: PlanView) -> Group:
