@@ -170,13 +170,16 @@ def _pairs(row: int, path) -> Iterator[tuple[int, int]]:
 
 
 def max_slot(name: str, table: torch.Tensor, pool: torch.Tensor, seq_lens: np.ndarray) -> int:
-    """Return the largest slot in use. Raises for a negative one, naming the argument `name`."""
+    """Return the largest slot in use. Raises for a negative one, and for one that is no int32,
+    naming the argument `name`."""
     inside = _columns_below(seq_lens, table.device)
     rows = table[pool.to(table.device), : inside.shape[1]]
     used = torch.where(inside, rows, 0)
     if (row := _first((used < 0).any(dim=1))) is not None:
         raise refused(name, "hold no negative slots", f"one in the row of request {row}")
-    return int(used.max())
+    if (largest := int(used.max())) > _MOST_TOKENS:
+        raise refused(name, f"hold slots up to {_MOST_TOKENS}", largest)
+    return largest
 
 
 def slots_agree(forest: Forest, req_to_token: torch.Tensor, pool: torch.Tensor) -> None:

@@ -78,9 +78,11 @@ def run_tensors(
             raise refused(name, f"have the wrapper's {whose}, {dtype}", given.dtype)
         if given.device != device:
             raise refused(name, f"be on the wrapper's device, {device}", given.device)
-        if given.stride(-1) != 1 or given.stride(-2) != heads.head_dim:
+        if given.stride(-1) != 1 or (num_heads > 1 and given.stride(-2) != heads.head_dim):
             must = "be contiguous in its last two dimensions"
             raise refused(name, must, f"strides {given.stride()}")
+        if name == "out" and batch > 1 and given.stride(0) < num_heads * heads.head_dim:
+            raise refused(name, "have rows that do not overlap", f"strides {given.stride()}")
 
 
 def head_sinks(sinks, num_qo_heads: int, device: torch.device) -> None:

@@ -151,11 +151,12 @@ class PrefixAttentionWrapper:
             raise RuntimeError(
                 f"the plan's headroom of {plan.appends_left} tokens is full: call plan() again"
             )
+        slots = out_cache_loc.to(self.device)
         self._max_slot = max(self._max_slot, largest)
         self._seq_lens += 1
         self._appended += 1
         with self._on_device():
-            self._executor.append(self._seq_lens, out_cache_loc.to(self.device))
+            self._executor.append(self._seq_lens, slots)
 
     @property
     def appends_left(self) -> int:

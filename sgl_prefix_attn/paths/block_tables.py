@@ -43,5 +43,6 @@ def token_slots(block_table: torch.Tensor, page_size: int) -> torch.Tensor:
     if page_size == 1:
         return block_table
     within = torch.arange(page_size, device=block_table.device)
-    # int64: a page number that makes no sense must not wrap into one that does
-    return (block_table.long()[..., None] * page_size + within).flatten(1)
+    # a page number that makes no sense must not wrap into one that does
+    pages = block_table.long().clamp(max=1 << 31)
+    return (pages[..., None] * page_size + within).flatten(1)

@@ -108,6 +108,9 @@ def negative_slot():
     return slots
 
 
+NO_INT32 = torch.full((4, 30), 2**31)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -155,6 +158,10 @@ def negative_slot():
         ({"req_to_token": different_shared_slot()}, r"paths\[1\] .* request 0 .* got 0 to 10"),
         ({"req_pool_indices": [0, 2, 3]}, r"paths\[1\] .* request 0 .* got 0 to 10"),
         ({"req_to_token": negative_slot()}, "req_to_token must hold no neg.* request 2"),
+        (
+            {"req_to_token": NO_INT32},
+            rf"req_to_token must hold slots up to {2**31 - 1}, got {2**31}",
+        ),
     ],
 )
 def test_plan_refuses(change, message):
@@ -178,6 +185,11 @@ TABLE = torch.tensor([[1, 2, 3], [1, 2, 4]], dtype=torch.int32)
         (TABLE[0], [9, 9], "block_table must be a two-dimensional int"),
         (TABLE.tolist(), [9, 9], "block_table must be a tensor, got list"),
         (TABLE - 4, [9, 9], "block_table must hold no negative slots, got one .* request 0"),
+        (
+            TABLE.long() + 2**62,
+            [9, 9],
+            "block_table must hold slots up to",
+        ),  # wraps to TABLE
     ],
 )
 def test_plan_block_table_refuses(table, seq_lens, message):
@@ -206,6 +218,7 @@ CHANGES = [
     ("v_scale", lambda scale: math.inf, "v_scale must be a finite number"),
     ("out", lambda t: t[:1], "out must have shape"),
     ("out", lambda t: t.double(), "out must have the wrapper's dtype, .* got torch.float64"),
+    ("out", lambda t: t[:1].expand_as(t), "out must have rows that do not overlap, got strides"),
     ("q", lambda t: t.tolist(), "q must be a tensor, got list"),
     ("q", lambda t: None, "q must be a tensor, got NoneType"),
     ("out", lambda t: t.numpy(), "out must be a tensor, got ndarray"),
@@ -246,6 +259,23 @@ def test_append_refuses(slots):
         made.append(slots)
     assert made.explain()["appended"] == 0
     assert_attention(problem, made.run(problem.q, (problem.k, problem.v)))
+
+
+def test_slots_that_cannot_be_moved_append_nothing():
+    problem = make_problem(path_table([(-1, 20)], [0, 0], [3, 4]), HEADS)
+    made = planned_wrapper(problem)
+    left = made.appends_left
+    with pytest.raises(NotImplementedError):
+        made.append(torch.zeros(2, dtype=torch.int64, device="meta"))
+    assert made.appends_left == left and made.explain()["appended"] == 0
+
+
+def test_of_one_head_the_stride_between_heads_is_anything():
+    problem = make_problem(path_table([(-1, 20)], [0, 0], [3, 4]), HeadConfig(1, 1, 32))
+    made = planned_wrapper(problem)
+    q, *kv = (x.as_strided(x.shape, (32, 1, 1)) for x in (problem.q, problem.k, problem.v))
+    assert q.is_contiguous()
+    assert_attention(problem, made.run(q, kv))
 
 
 def test_appended_slots_count_as_read():
