@@ -25,7 +25,9 @@ _STYLE = {OK: "green", WARN: "yellow", FAIL: "bold red"}
 def add_parser(commands) -> None:
     parser = commands.add_parser("doctor", help="what is installed, what would not work, and why")
     parser.add_argument(
-        "--model", type=Path, help="folder of a Hugging Face model: what would its steps run?"
+        "--model",
+        type=Path,
+        help="folder of a Hugging Face model, or config.json: what would its steps run?",
     )
     parser.add_argument("--tp", type=count, default=1, help="tensor-parallel size (default: 1)")
     parser.add_argument("--json", action="store_true", help="print the checks as one JSON object")
@@ -36,14 +38,17 @@ def run(args: argparse.Namespace) -> int:
     """Return exit status 0 when the backend can work, FAILED when it could not. Raises ValueError
     for a model that cannot be read."""
     warnings.simplefilter("ignore")  # SGLang's imports warn about kernels this machine cannot run
-    if args.model is not None:
+    model = args.model
+    if model is not None:
         with contextlib.suppress(NotSaid):
-            config_and_heads(args.model, args.tp)  # before the seconds that the rest takes
+            config_and_heads(model, args.tp)  # before the seconds that the rest takes
+        if model.is_file():
+            model = model.parent  # as SGLang reads one
     with busy("looking at this machine, and importing SGLang"):
         facts = gather()
         checks = run_checks(facts)
-        if args.model is not None:
-            checks.append(check_model(args.model, args.tp, facts.gpu))
+        if model is not None:
+            checks.append(check_model(model, args.tp, facts.gpu))
     if args.json:
         report = {"ok": works(checks), "checks": [asdict(check) for check in checks]}
         print(orjson.dumps(report, option=orjson.OPT_INDENT_2).decode())

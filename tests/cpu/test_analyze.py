@@ -175,6 +175,11 @@ def test_a_server_as_large_as_one_may_ask_for_takes_no_more_memory_than_the_trac
     assert run(trace, limits).reuse == run(trace).reuse
 
 
+def test_there_is_a_rate_for_as_many_tokens_as_are_counted():
+    rates = sv.new_state(trace_of((0, [1, 2], 11)), PLAIN).rates
+    assert loop.half_octave(np.iinfo(np.int64).max) < rates.size
+
+
 def test_what_never_fits_is_left_out(run):
     done = run(trace_of((0, [1, 2], 10), (0, [1], 10)), PLAIN._replace(kv_tokens=1000))
     assert done.too_long == 1 and np.isnan(done.ttft).tolist() == [True, False]

@@ -519,6 +519,13 @@ def test_a_log_that_was_collected(collected):
     assert found.trace.arrival.tolist() == plain.arrival.tolist()
 
 
+def test_a_log_that_ends_within_a_line_has_lost_that_one():
+    whole = [piece for line in (LOG[0], LOG[3]) for piece in docker(line)]
+    assert read(*whole).bad == 0 and read(*whole, next(docker(LOG[2]))).bad == 1
+    odd = [orjson.dumps({"log": line.decode(), "stream": {"a": 1}}) for line in LOG]
+    assert read(*odd).trace.prompt.tolist() == [10_000, 40]
+
+
 @pytest.mark.parametrize("collected", [lambda line: [line], docker, cri])
 def test_a_log_without_requests_names_the_flag(collected):
     lines = [piece for line in LOG[:2] for piece in collected(line)]

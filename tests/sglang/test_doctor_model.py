@@ -133,6 +133,16 @@ def test_a_checkpoint_may_bring_an_fp8_kv_cache(key, tmp_path, monkeypatch):
     assert "(kv_dtype:float8_e4m3fn)" in check_model(tmp_path, 1, gpu="NVIDIA A100").detail
 
 
+def test_config_json_may_be_named_itself(tmp_path, capsys):
+    write_config(tmp_path, "llama")
+    said = []
+    for path in (tmp_path, tmp_path / "config.json"):
+        main.main(["doctor", "--json", "--model", str(path)])
+        checks = json.loads(capsys.readouterr().out)["checks"]
+        said += [check for check in checks if check["name"] == "model"]
+    assert said[0] == said[1] and said[0]["status"] == OK
+
+
 GROUPS = {
     "gemma3_text": "layers 5, 11, 17, 23 (full attention, 4/2 heads of 256) run plans, layers 0-4, "
     "6-10, 12-16, 18-22, 24-25 (sliding window, 4/2 heads of 256) stock attention "

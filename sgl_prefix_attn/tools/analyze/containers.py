@@ -96,6 +96,7 @@ def _joined(lines: Iterable[bytes], opened: Callable[[bytes], _Piece | None]) ->
         begun[stream] += text
         if is_last:
             yield begun.pop(stream)
+    yield from begun.values()  # the file ends inside of them
 
 
 def _cri(line: bytes) -> _Piece | None:
@@ -118,5 +119,5 @@ def _json(line: bytes) -> _Piece | None:
         if isinstance(text := row.get(name), str):
             data = text.encode(errors="replace")
             is_last = data.endswith(b"\n") or len(data) not in _DOCKER_PIECE
-            return row.get("stream", ""), data, is_last
+            return str(row.get("stream", "")), data, is_last
     return None

@@ -82,7 +82,7 @@ def new_state(trace: Trace, costs: Costs) -> State:
         counts=counts,
         running=np.zeros(most_running, np.int64),
         left=np.zeros(most_running, np.int64),
-        rates=np.zeros(64),
+        rates=np.zeros(128),  # by half octaves of up to 2^63 tokens
         covered=covered,
         reserve=trace.output + trace.prompt - covered,
         begun=np.zeros(requests),

@@ -69,7 +69,8 @@ def _times(findings: Findings) -> Table:
     ]
     for name, value, form in rows:
         ours, theirs = value(prefix), value(stock)
-        table.add_row(name, format(theirs, form), format(ours, form), f"{ours / theirs:.3f}")
+        ratio = f"{ours / theirs:.3f}" if theirs else "-"
+        table.add_row(name, format(theirs, form), format(ours, form), ratio)
     return table
 
 
