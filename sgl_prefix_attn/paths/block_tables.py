@@ -44,5 +44,5 @@ def token_slots(block_table: torch.Tensor, page_size: int) -> torch.Tensor:
         return block_table
     within = torch.arange(page_size, device=block_table.device)
     # a page number that makes no sense must not wrap into one that does
-    pages = block_table.long().clamp(max=1 << 31)
+    pages = block_table.long().clamp(-1, 1 << 31)
     return (pages[..., None] * page_size + within).flatten(1)

@@ -185,11 +185,9 @@ TABLE = torch.tensor([[1, 2, 3], [1, 2, 4]], dtype=torch.int32)
         (TABLE[0], [9, 9], "block_table must be a two-dimensional int"),
         (TABLE.tolist(), [9, 9], "block_table must be a tensor, got list"),
         (TABLE - 4, [9, 9], "block_table must hold no negative slots, got one .* request 0"),
-        (
-            TABLE.long() + 2**62,
-            [9, 9],
-            "block_table must hold slots up to",
-        ),  # wraps to TABLE
+        # what pages of 4 tokens would wrap into TABLE
+        (TABLE.long() + 2**62, [9, 9], "block_table must hold slots up to"),
+        (TABLE.long() - 2**62, [9, 9], "block_table must hold no negative slots"),
     ],
 )
 def test_plan_block_table_refuses(table, seq_lens, message):
