@@ -14,24 +14,18 @@ import statistics
 import sys
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from eval import provenance
 from eval.bench_kernel.__main__ import SEED
 from eval.bench_kernel.case import DTYPE, Case, build_case
 from eval.bench_kernel.oracle import Oracle, Wrong
+from eval.bench_kernel.providers.planned import PlannedRunnable
 from eval.bench_kernel.trees import parse_trees
 from eval.cli_values import benchmark, several
 from eval.markdown import table
-from sgl_prefix_attn.api.families import kernels_and_planner
 from sgl_prefix_attn.execute.backends.choice import why_no_hopper
-from sgl_prefix_attn.execute.backends.family import HOPPER
-from sgl_prefix_attn.execute.backends.kernel_backend import KernelBackend
-from sgl_prefix_attn.execute.executor import PlanExecutor
-from sgl_prefix_attn.execute.params import Capacity, LayerParams
 from sgl_prefix_attn.kernels import words as W
-from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.serialize import Plan
 from sgl_prefix_attn.records import HeadConfig
 from sgl_prefix_attn.tools.argument_types import count
@@ -61,29 +55,26 @@ def main(argv: list[str]) -> int:
             )
             rows.append({"tree": tree.name, "heads": heads} | _measured(case))
             provenance.save(args.json, meta, rows)
-    print(table(("tree", "heads", "parts", "us", "merge, us", "bound, us"), map(_cells, rows)))
+    print(table(("tree", "heads", "items", "us", "merge, us", "bound, us"), map(_cells, rows)))
     return 0
 
 
 def _measured(case: Case) -> dict:
-    backend, planner = kernels_and_planner(HOPPER, case.heads, case.dtype, case.device, 1)
-    plan = planner.plan_forest(build_forest(case.paths))
-    parts, tile_rows = (_items(plan)[:, word] for word in (W.I_PARTS, W.I_ROWS))
-    part_bytes = int(tile_rows[parts > 1].sum()) * _ROW_BYTES
-    timers = [_timer(case, backend, p) for p in (plan, _parts_alone(plan))]
     oracle = Oracle(case)
+    made = [PlannedRunnable(case), PlannedRunnable(case, change=parts_alone)]
+    timers = [LayerTimer(one.run, case.num_layers, case.device, capture=True) for one in made]
     for timer in timers:
         timer.replay()
+    part_rows = made[0].stats.num_partials * case.heads.group_size
     error = oracle.judge(timers[0].outs, "merged")
-    if part_bytes:
+    if part_rows:
         _must_be_wrong(oracle, timers[1].outs)
     rounds = [medians_us(timers) for _ in range(_ROUNDS)]
     us, alone_us = (statistics.median(times) for times in zip(*rounds, strict=True))
-    written_us = part_bytes / _BYTES_PER_US
+    written_us = part_rows * _ROW_BYTES / _BYTES_PER_US
     return {
-        "parts": int((parts > 1).sum()),
-        "most_parts": int(parts.max()),
-        "part_bytes": part_bytes,
+        "items": made[0].stats.num_items,
+        "part_rows": part_rows,
         "us": us,
         "alone_us": alone_us,
         "merge_us": us - alone_us + written_us,
@@ -93,30 +84,12 @@ def _measured(case: Case) -> dict:
     }
 
 
-def _items(plan: Plan) -> np.ndarray:
-    """View the items of a plan, int32 [items, words of one]."""
-    size = W.item_words(plan.group_size, plan.tile_rows)
-    return plan.words[W.HEADER_WORDS :][: plan.num_items * size].reshape(-1, size)
-
-
-def _parts_alone(plan: Plan) -> Plan:
+def parts_alone(plan: Plan) -> Plan:
     """Return a plan of whose split tiles nobody counts the parts, which are stored as ever."""
     alone = replace(plan, words=plan.words.copy())
-    items = _items(alone)
+    items = alone.items
     items[items[:, W.I_PARTS] > 1, W.I_PARTS] = W.BY_QUERY
     return alone
-
-
-def _timer(case: Case, backend: KernelBackend, plan: Plan) -> LayerTimer:
-    executor, outs = PlanExecutor(backend, Capacity.for_plans(plan)), case.new_out()
-    executor.load(plan, case.req_to_token, torch.arange(case.batch_size, device=case.device))
-
-    def run(layer: int) -> torch.Tensor:
-        k, v = case.k[layer], case.v[layer]
-        executor.run(LayerParams(case.q, k, v, case.seq_lens, outs[layer], None, case.sm_scale, 0))
-        return outs[layer]
-
-    return LayerTimer(run, case.num_layers, case.device, capture=True)
 
 
 def _must_be_wrong(oracle: Oracle, outs: list[torch.Tensor]) -> None:
@@ -129,7 +102,7 @@ def _must_be_wrong(oracle: Oracle, outs: list[torch.Tensor]) -> None:
 
 def _cells(row: dict) -> tuple:
     us = (f"{row[name]:.1f}" for name in ("us", "merge_us", "bound_us"))
-    return f"`{row['tree']}`", row["heads"], row["parts"], *us
+    return f"`{row['tree']}`", row["heads"], row["items"], *us
 
 
 if __name__ == "__main__":

@@ -46,6 +46,10 @@ _HEADS = HeadConfig(32, 8, 128)
 _NUM_SMS = 132  # of an H100
 _NODE_TOKENS = 128
 _PRIVATE_TOKENS = 37
+# Groups of requests below a prompt of their own, and whether each has own tokens of another number.
+GROWING = {"16 x 16": (16, False), "64 x 4": (64, False), "16 x 16, all lengths differ": (16, True)}
+_GROWING_REQUESTS = 256
+_PROMPT_TOKENS, _OWN_TOKENS = (1024, 2048), (1, 1025)
 
 
 class RadixCache:
@@ -138,12 +142,6 @@ def measure(batch: int, levels: int, planner: Planner, repeats: int) -> dict:
     paths = reader.read_paths(batch_of(fewer))
     times["plan"] = median_ms(lambda: planner.plan(paths), repeats)
     return times
-
-
-# Groups of requests below a prompt of their own, and whether each has own tokens of another number.
-GROWING = {"16 x 16": (16, False), "64 x 4": (64, False), "16 x 16, all lengths differ": (16, True)}
-_GROWING_REQUESTS = 256
-_PROMPT_TOKENS, _OWN_TOKENS = (1024, 2048), (1, 1025)
 
 
 def growth(groups: int, all_differ: bool, planner: Planner, steps: int) -> dict:

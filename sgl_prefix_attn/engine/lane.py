@@ -132,7 +132,8 @@ class Lane:
             table = self._runner.req_to_token_pool.req_to_token
             self.executor.load(plan, table, forward_batch.req_pool_indices)
             if self._graph_out is not None:
-                # what a larger batch left there need not be finite
+                # what a larger batch left there need not be finite; a plan that is loaded for a
+                # step without a graph may serve later ones from graphs
                 self._graph_out[self._rows[1] :] = 0
 
     def append(self, forward_batch) -> None:

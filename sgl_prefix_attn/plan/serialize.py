@@ -77,6 +77,12 @@ class Plan:
     def num_items(self) -> int:
         return int(self.words[W.H_NUM_ITEMS])
 
+    @property
+    def items(self) -> np.ndarray:
+        """View the ITEMs, int32 [num_items, words of one]."""
+        size = W.item_words(self.group_size, self.tile_rows)
+        return self.words[W.HEADER_WORDS :][: self.num_items * size].reshape(-1, size)
+
 
 def serialize(forest: Forest, cut: Cut, group_size: int, headroom: int, tile_rows: int) -> Plan:
     """Lay out items, blocks and growth columns of a step that is cut so; a tile has at most as many

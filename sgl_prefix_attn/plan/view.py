@@ -172,8 +172,7 @@ def tile_views(
     by_order = np.argsort(segments[:, W.S_ORDER], kind="stable")
     orders = segments[by_order, W.S_ORDER]
     order = int(words[W.H_ORDER])
-    size = W.item_words(group, plan.tile_rows)
-    items = words[W.HEADER_WORDS :][: plan.num_items * size].reshape(-1, size)
+    items = plan.items
     edges = [*np.flatnonzero(items[:, W.I_PART] == 0).tolist(), len(items)]
     for first, end_item in pairwise(edges):
         of_tile = items[first:end_item]

@@ -144,8 +144,7 @@ def test_every_block_is_written_once(paths, heads, headroom):
             written[entries] += 1
             assert 0 < segment[W.S_LEN] <= plan.longest
         assert written.max() == 1
-        size = W.item_words(heads.group_size, W.TILE_ROWS)
-        items = w[W.HEADER_WORDS :][: plan.num_items * size].reshape(-1, size)
+        items = plan.items
         for i, item in enumerate(items):
             assert item[W.I_BLOCKS] >= 1
             b = np.arange(item[W.I_BLOCKS])

@@ -167,8 +167,7 @@ def test_a_plan_counts_what_its_words_read(paths, heads):
         words = torch.from_numpy(plan.words)
         blocks = poisoned_blocks(plan.num_blocks, W.NONE)
         oracle.fill(words, problem.req_to_token, problem.pool, blocks)
-        stats, size = plan.stats, W.item_words(heads.group_size, W.TILE_ROWS)
-        items = plan.words[W.HEADER_WORDS :][: plan.num_items * size].reshape(-1, size)
+        stats, items = plan.stats, plan.items
         assert stats.kv_tokens_read == (blocks.slots >= 0).sum()
         assert stats.kv_tokens_unique <= stats.kv_tokens_read <= stats.kv_tokens_query_centric
         assert stats.kv_tokens_query_centric == paths.seq_lens.sum()

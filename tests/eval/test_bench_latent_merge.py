@@ -5,7 +5,7 @@ import pytest
 
 from eval.bench_kernel.oracle import Wrong
 from eval.bench_kernel.trees import Tree
-from eval.bench_latent_merge import _items, _must_be_wrong, _parts_alone, main
+from eval.bench_latent_merge import _must_be_wrong, main, parts_alone
 from sgl_prefix_attn.kernels import words as W
 from sgl_prefix_attn.plan.cut_time import LatentRates
 from sgl_prefix_attn.plan.forest import build_forest
@@ -16,9 +16,9 @@ from sgl_prefix_attn.records import HeadConfig
 def test_plans_differ_in_their_parts_alone():
     planner = Planner(HeadConfig(16, 1, 576, 512), num_sms=132, rates=LatentRates(), tile_rows=64)
     plan = planner.plan_forest(build_forest(Tree.parse("1,64_2048,256").paths()))
-    alone = _parts_alone(plan)
-    assert (_items(plan)[:, W.I_PARTS] > 1).any() and (_items(alone)[:, W.I_PARTS] <= 1).all()
-    _items(alone)[:, W.I_PARTS] = _items(plan)[:, W.I_PARTS]
+    alone = parts_alone(plan)
+    assert (plan.items[:, W.I_PARTS] > 1).any() and (alone.items[:, W.I_PARTS] <= 1).all()
+    alone.items[:, W.I_PARTS] = plan.items[:, W.I_PARTS]
     assert np.array_equal(alone.words, plan.words)
 
 

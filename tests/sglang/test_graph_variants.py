@@ -33,20 +33,6 @@ def decisions(server):
 # --- capture -------------------------------------------------------------------------------------
 
 
-def test_no_row_of_padding_keeps_what_a_larger_batch_left_there(server):
-    """A graph writes the rows of requests alone, and a model may take statistics over all."""
-    runner, lane = captured(server), server.backend.decode
-    assert_prefix(runner, 1)
-    lane._graph_out[:] = torch.nan
-    server.world.reqs = server.world.reqs[:2]
-    assert_prefix(runner, 2)
-    rows = lane._graph_out.isnan().any(2).any(1)
-    assert rows.tolist() == [True, True, False, False]
-    lane._graph_out[2:] = 3
-    assert_prefix(runner, 3)  # the same plan
-    assert (lane._graph_out[2:] == 3).all()
-
-
 def test_every_size_is_captured_as_stock_and_then_as_prefix(server):
     runner = captured(server)
     assert labels(runner) == [(n, label) for n in (4, 2, 1) for label in (None, "prefix")]
@@ -95,6 +81,20 @@ def test_one_line_after_the_last_graph_says_what_the_second_set_costs(server, ca
 
 
 # --- replay --------------------------------------------------------------------------------------
+
+
+def test_no_row_of_padding_keeps_what_a_larger_batch_left_there(server):
+    """A graph writes the rows of requests alone, and a model may take statistics over all."""
+    runner, lane = captured(server), server.backend.decode
+    assert_prefix(runner, 1)
+    lane._graph_out[:] = torch.nan
+    server.world.reqs = server.world.reqs[:2]
+    assert_prefix(runner, 2)
+    rows = lane._graph_out.isnan().any(2).any(1)
+    assert rows.tolist() == [True, True, False, False]
+    lane._graph_out[2:] = 3
+    assert_prefix(runner, 3)  # the same plan
+    assert (lane._graph_out[2:] == 3).all()
 
 
 def test_stock_and_prefix_steps_of_one_size_alternate(server):

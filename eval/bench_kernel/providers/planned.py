@@ -18,6 +18,7 @@ from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.params import Capacity, LayerParams
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.planner import Planner
+from sgl_prefix_attn.plan.serialize import Plan
 from sgl_prefix_attn.plan.tiles import Cut
 from sgl_prefix_attn.records import CALIBRATED, Forest
 
@@ -29,6 +30,7 @@ class PlannedRunnable:
     kernels, strategy  as of a server's settings
     part_tokens        of aligned plans, else 0
     choose             returns the cut of a forest to plan by, which stays; None: the planner does
+    change             makes of each plan the one that runs
 
     stats, facts: of the first plan
     """
@@ -36,6 +38,7 @@ class PlannedRunnable:
     def __init__(
         self, case: Case, kernels: str = AUTO, strategy: str = CALIBRATED, part_tokens: int = 0,
         choose: Callable[[Planner, Forest], Cut] | None = None,
+        change: Callable[[Plan], Plan] = lambda plan: plan,
     ):  # fmt: skip
         why_not = why_no_hopper(case.device, case.heads, case.dtype, case.kv_dtype)
         self.family = choose_family(kernels, strategy, why_not).name
@@ -47,7 +50,8 @@ class PlannedRunnable:
         self._make = partial(self.planner.plan_forest, forest)
         if choose is not None:
             self._make = partial(self.planner.serialize, forest, choose(self.planner, forest))
-        plan = self._make()
+        self._change = change
+        plan = change(self._make())
         self.stats = plan.stats
         self.facts = {
             "num_items": plan.stats.num_items,
@@ -63,7 +67,7 @@ class PlannedRunnable:
         self._executor.load(plan, case.req_to_token, self._rows)
 
     def plan(self) -> None:
-        self._executor.load(self._make(), self._case.req_to_token, self._rows)
+        self._executor.load(self._change(self._make()), self._case.req_to_token, self._rows)
 
     def run(self, layer: int) -> torch.Tensor:
         case, out = self._case, self._outs[layer]
