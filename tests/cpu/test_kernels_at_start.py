@@ -179,8 +179,11 @@ def test_what_hangs_is_killed_with_its_children(trying, caplog, monkeypatch, tmp
     assert not start(caplog)[1]
     pid = int(child.read_text())
     for _ in range(200):
-        state = Path(f"/proc/{pid}/stat")
-        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        if state == "Z":
             return
         time.sleep(0.05)
     raise AssertionError("what the self-test started is still there")
