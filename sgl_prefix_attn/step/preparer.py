@@ -17,7 +17,7 @@ from sgl_prefix_attn.paths.readers import reader_of, unsupported_tree
 from sgl_prefix_attn.paths.tree_reader import RunningBatch
 from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.plan.serialize import Plan
-from sgl_prefix_attn.records import PREFIX, STOCK, Decision
+from sgl_prefix_attn.records import PREFIX, STOCK, Decision, PathTable
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.step.batch_preparer import BatchPreparer
 from sgl_prefix_attn.step.decision_dump import DecisionDump
@@ -70,6 +70,7 @@ class StepPreparer(BatchPreparer):
         # Of the last evaluation: until it is stale its decision and its plan stand.
         self.lifetime = PlanLifetime()
         self._evaluated = _UNDECIDED
+        self._paths: PathTable | None = None  # of that evaluation
         self._count = StepCount(counters)
         self._dump = DecisionDump(
             settings.dump, settings.dump_every, counters, aligned=self._deterministic
@@ -177,6 +178,10 @@ class StepPreparer(BatchPreparer):
     def _evaluate(self, facts: BatchFacts, cause: str, batch, reader, paths) -> Plan | None:
         """Evaluate the batch, with its paths or None; return the plan to load, None for stock
         kernels."""
+        known, self._paths = self._paths, None  # a try after one that fails reads them anew
+        if paths is None and cause == "headroom" and known is not None:
+            # The same requests have grown on the same paths, which take long to read.
+            paths = replace(known, seq_lens=batch.seq_lens.astype(np.int32))
         paths = paths or self._read(batch)
         facts = replace(facts, running=self._running, steps=self._steps)
         rows = self._padded_size(len(batch.reqs))
@@ -187,6 +192,6 @@ class StepPreparer(BatchPreparer):
         appends_left = plan.appends_left if is_prefix else self.settings.headroom
         self.lifetime.planned(batch, reader, appends_left)
         self._count.evaluated(plan.stats, decision.variant)
-        self._evaluated = decision
+        self._evaluated, self._paths = decision, paths
         self._dump.decided(paths, decision)
         return plan if is_prefix else None

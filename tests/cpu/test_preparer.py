@@ -208,6 +208,28 @@ def test_a_steady_step_neither_reads_the_tree_nor_plans(world, monkeypatch):
     assert steps.counters.steps == {DEFAULT: 101}
 
 
+def test_requests_that_have_grown_are_planned_anew_on_the_paths_they_had(world, monkeypatch):
+    steps, read = preparer(plan_with=planner(headroom=1)), preparer(plan_with=planner(headroom=1))
+    for grown in (1, 2):
+        run(steps, world, grown)
+    with monkeypatch.context() as patched:
+        patched.setattr(RadixReader, "read_paths", lambda *_: 1 / 0)  # would be a stock step
+        again = run(steps, world, 3)
+    assert steps.counters.plans == {"first": 1, "headroom": 1}
+    assert np.array_equal(again.new_plan.words, run(read, world, 3).new_plan.words)
+
+
+def test_a_plan_that_failed_for_grown_requests_is_made_for_those_that_are_there_then(world):
+    steps = preparer(plan_with=Failing(2, headroom=1))
+    for grown in (1, 2):
+        run(steps, world, grown)
+    assert run(steps, world, 3).decision == ERROR
+    left = stock_until_the_next_look(steps, world, 4)
+    world.reqs.pop()
+    again = run(steps, world, left)
+    assert again.new_plan.batch_size == len(world.reqs)
+
+
 SLOWER, FASTER = Decision("stock", "predicted_slower"), Decision("prefix", "predicted_faster")
 
 

@@ -45,8 +45,8 @@ def run(steps, world, grown, cache=None):
 class Failing:
     """A planner whose n-th call raises."""
 
-    def __init__(self, *failing_calls):
-        self.planner, self.failing, self.calls = planner(), failing_calls, 0
+    def __init__(self, *failing_calls, headroom=64):
+        self.planner, self.failing, self.calls = planner(headroom), failing_calls, 0
 
     def plan_forest(self, forest):
         self.calls += 1
