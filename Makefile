@@ -1,5 +1,6 @@
 # make demo: a real SGLang server with the plugin, checked against the stock backend; with
-#   MODEL=smollm2 it answers chats by a real model, which is downloaded once (93 MB, Apache-2.0).
+#   MODEL=smollm2 a real model answers chats and runs agent programs; it is downloaded once (93 MB,
+#   Apache-2.0).
 # make test: lint and tests of every kind, in about nine minutes where kernels were compiled
 #   before; ARGS goes to pytest.
 # make test-all: lint and the whole test suite.

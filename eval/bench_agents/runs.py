@@ -7,7 +7,8 @@ import gc
 import importlib
 import inspect
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 from eval.counters import STEPS, Counters, growth, total
 from eval.server_process import ServerProcess
@@ -47,14 +48,14 @@ def run(
     Returns `figures` of it. progress: show a bar. Raises ProgramError and ServerError."""
     import sglang as sgl
 
-    function, batch = _module(program).programs(count, seed=seed, **sizes(program, scale))
+    run_batch = prepared(program, count, seed=seed, scale=scale)
     endpoint = sgl.RuntimeEndpoint(server.url, chat_template_name="default")
     server.flush_cache()
     before, start = server.counters(), time.perf_counter()
     try:
         with _no_collection():
-            states = function.run_batch(
-                batch, temperature=0, ignore_eos=True, num_threads=count, progress_bar=progress,
+            states = run_batch(
+                temperature=0, ignore_eos=True, num_threads=count, progress_bar=progress,
                 backend=endpoint,
             )  # fmt: skip
         seconds = time.perf_counter() - start
@@ -65,6 +66,12 @@ def run(
         server.check_alive(f"while it ran {program}")
         raise ProgramError(f"{program} failed: {error!r}") from error
     return figures(growth(before, server.counters()), seconds)
+
+
+def prepared(program: str, count: int, *, seed: int, scale: int) -> Callable[..., list]:
+    """Return run_batch of `count` instances of a program, whose states it returns."""
+    function, batch = _module(program).programs(count, seed=seed, **sizes(program, scale))
+    return partial(function.run_batch, batch)
 
 
 def figures(counters: Counters, seconds: float) -> dict:

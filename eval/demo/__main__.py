@@ -1,6 +1,6 @@
 """What `make demo` runs. Exit status 1, with one sentence, if outputs are not the stock backend's:
 on a CPU, in float32, to the last token; on a GPU, in bf16, as nearly as another stock backend's.
-With --model smollm2 the texts of both are printed.
+With --model smollm2 the answers of both are printed.
 """
 
 import argparse
@@ -9,7 +9,6 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from eval.counters import growth
 from eval.demo.comparison import Run, compare, render, render_texts, summarize
 from eval.demo.near_ties import Output
 from eval.demo.server import demo_server
-from eval.demo.workload import WorkloadError, run_agents, run_chats
+from eval.demo.workload import WorkloadError, run_agents, run_chats, run_examples
 from eval.engine_process import end_on_sigterm
 from eval.server_process import ServerError, ServerProcess
 from eval.tiny_model import write_tiny_llama
@@ -57,7 +56,7 @@ def _run(backend: str, server: ServerProcess, workload: Callable[[str], list[Out
     before, start = server.counters(), time.monotonic()
     outputs = workload(server.url)
     seconds = time.monotonic() - start
-    console.print(f"{backend}: {len(outputs)} requests in {seconds:.1f} s")
+    console.print(f"{backend}: {len(outputs)} outputs in {seconds:.1f} s")
     return Run(backend, outputs, growth(before, server.counters()), seconds)
 
 
@@ -77,7 +76,10 @@ def main(argv: list[str] | None = None) -> int:
         if args.model == "smollm2":
             model = checkpoints.model(SMOLLM2, console.print)
             tokenizer = AutoTokenizer.from_pretrained(model)
-            workload = partial(run_chats, tokenizer=tokenizer)
+
+            def workload(url: str) -> list[Output]:
+                return run_chats(url, tokenizer) + run_examples(url)
+
         else:
             console.print(f"writing a tiny Llama to {BUILD / 'demo' / 'model'} ...")
             model = write_tiny_llama(BUILD / "demo" / "model", head_dim=64)

@@ -1,5 +1,5 @@
 """The demo's requests, written with the SGLang frontend: agents that call tools, for a model of
-random weights, and chats of a help desk, for one that answers them.
+random weights; chats of a help desk and the programs of eval/examples, for one of released ones.
 
 An agent: one system prompt with the descriptions of all tools -> a branch for each tool -> several
 calls of it at once -> one answer from all results -> a follow-up turn. Every call of every tool is
@@ -11,6 +11,7 @@ from dataclasses import replace
 import sglang as sgl
 from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint
 
+from eval.bench_agents import runs
 from eval.chat import conversation
 from eval.demo.near_ties import Output
 
@@ -27,6 +28,8 @@ QUESTIONS = (
 CALLS_PER_TOOL = 3
 CALL_TOKENS, ANSWER_TOKENS, CHAT_TOKENS = 24, 32, 40
 RULES_PER_TOOL = 10
+# Of each program of eval/examples, whose sizes in tokens are divided by the scale.
+EXAMPLES, EXAMPLE_SCALE = 2, 64
 
 
 class WorkloadError(RuntimeError):
@@ -93,6 +96,21 @@ def run_chats(url: str, tokenizer) -> list[Output]:
         _output(question, state, "answer", fixed_prompt=True)
         for question, state in zip(conversation.QUESTIONS, states, strict=True)
     ]
+
+
+def run_examples(url: str) -> list[Output]:
+    """Run the programs of eval/examples one after another, greedy; return what each instance wrote
+    last, behind all that it had written. Raises WorkloadError if a request failed."""
+    outputs = []
+    for name in runs.PROGRAMS:
+        run_batch = runs.prepared(name, EXAMPLES, seed=0, scale=EXAMPLE_SCALE)
+        states = run_batch(**_greedy(url))
+        last = "summary" if name == "judge" else "answer"
+        outputs += [
+            _output(f"{name} {number}", state, last, fixed_prompt=False)
+            for number, state in enumerate(states, start=1)
+        ]
+    return outputs
 
 
 def _greedy(url: str) -> dict:

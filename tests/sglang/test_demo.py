@@ -2,12 +2,15 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 
 from eval.counters import parse_metrics
 from eval.demo import __main__ as demo
+from eval.demo import workload
 from eval.demo.comparison import Run, compare
 from eval.demo.near_ties import Output
 from eval.demo.server import demo_server
@@ -35,7 +38,7 @@ def test_make_demo_end_to_end(tmp_path):
     assert result.returncode == 0, result.stdout
     summary = json.loads(output.read_text())
     assert summary["outputs_equal"] is True
-    assert summary["requests"] == 28
+    assert summary["outputs"] == 28
     assert summary["output_tokens"] == 24 * 24 + 4 * 32
     assert summary["prefix_steps"] > 0
     by_reason = summary["steps_by_reason"]
@@ -78,7 +81,7 @@ def run_demo(monkeypatch, tmp_path):
 def test_equal_outputs_succeed_and_the_counters_are_summed(run_demo):
     status, summary = run_demo(OUTPUTS)
     assert status == 0 and summary["outputs_equal"] is True
-    assert (summary["requests"], summary["output_tokens"]) == (2, 5)
+    assert (summary["outputs"], summary["output_tokens"]) == (2, 5)
     assert (summary["prefix_steps"], summary["stock_steps"]) == (3, 1)
     assert (summary["kv_tokens_read"], summary["kv_tokens_query_centric"]) == (100, 400)
     assert summary["steps_by_reason"] == {"prefix": {"default": 3}, "stock": {"one request": 1}}
@@ -122,19 +125,45 @@ def test_a_real_model_s_answers_stand_beside_the_fallback_s(monkeypatch, tmp_pat
 
     def chats(url, tokenizer):
         asked.append((url, tokenizer))
+        return []
 
     monkeypatch.setattr(demo.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(demo.checkpoints, "model", lambda *_: tmp_path / "smollm2")
     monkeypatch.setattr(demo.AutoTokenizer, "from_pretrained", lambda path: Letters)
     monkeypatch.setattr(demo, "run_chats", chats)
+    monkeypatch.setattr(demo, "run_examples", lambda url: asked.append(url) or [])
     monkeypatch.setattr(demo, "serve_workload", serve)
     arguments = ["--model", "smollm2", "--output", str(tmp_path / "demo.json")]
     assert demo.main(arguments) == 1, "the answers differ"
-    assert asked == [("http://server", Letters)] * 2 and names == ["prefix", "torch_native"]
+    assert asked == [("http://server", Letters), "http://server"] * 2 and names == [
+        "prefix",
+        "torch_native",
+    ]
     (row,) = [
         line for line in capsys.readouterr().out.splitlines() if "Open?" in line and "│" in line
     ]
     assert [cell.strip() for cell in row.split("│")[1:-1]] == ["Open?", "ij", "ik"]
+
+
+def test_programs_are_judged_by_what_they_write_last(monkeypatch):
+    ran = []
+
+    def prepared(name, count, **sizes):
+        states = [SimpleNamespace(get_meta_info=partial(written, name, i)) for i in range(count)]
+        ran.append(name)
+        return lambda temperature: states
+
+    def written(name, number, variable):
+        assert variable == ("summary" if name == "judge" else "answer")
+        token = 10 * ran.index(name) + number
+        return {"output_token_logprobs": [(-0.5, token, None)], "output_top_logprobs": [[]]}
+
+    monkeypatch.setattr(workload.runs, "prepared", prepared)
+    monkeypatch.setattr(workload, "_greedy", lambda url: {"temperature": 0})
+    outputs = workload.run_examples("http://server")
+    assert ran == list(workload.runs.PROGRAMS)
+    assert [o.token_ids for o in outputs] == [(t,) for t in (0, 1, 10, 11, 20, 21, 30, 31)]
+    assert outputs[1].name == "tool_agents 2" and not any(o.fixed_prompt for o in outputs)
 
 
 def test_without_the_real_model_the_demo_says_why(monkeypatch, tmp_path, capsys):
