@@ -18,7 +18,17 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .e4m3_blocks import wait_for_room
 from .gather import copy_queries, times, words_of
-from .shape import BLOCK, HALF_ROWS, PRE, advance, blocks_of, group_barrier, ticket_of, values_of
+from .shape import (
+    BLOCK,
+    HALF_ROWS,
+    PRE,
+    advance,
+    async_load,
+    blocks_of,
+    group_barrier,
+    ticket_of,
+    values_of,
+)
 from .softmax import by_quads, thread_sum
 
 
@@ -107,13 +117,9 @@ def produce_cleaned(
             mbarrier.wait(rings.k_free.index(stage), phase ^ 1)
             if S.HEAD_DIM > 128:
                 mbarrier.wait(rings.free.index(stage), phase ^ 1)
-            async_copy.async_copy_global_to_shared(
-                k, p_k + times(slot, stride_k)[:, None] + offs_d[None, :], mask=ok
-            )
-            async_copy.async_copy_global_to_shared(
-                v, p_v + times(slot, stride_v)[:, None] + offs_d[None, :], mask=ok
-            )
-            async_copy.async_copy_global_to_shared(rings.keys.index(stage), keys_ptr + at + offs_k)
+            async_load(k, p_k + times(slot, stride_k)[:, None] + offs_d[None, :], mask=ok)
+            async_load(v, p_v + times(slot, stride_v)[:, None] + offs_d[None, :], mask=ok)
+            async_load(rings.keys.index(stage), keys_ptr + at + offs_k)
             async_copy.commit_group()
             async_copy.wait_group(0)
             group_barrier()  # the copies of all warps before they are read

@@ -13,6 +13,7 @@ from .shape import (
     I_QUERIES,
     I_REST,
     I_ROWS,
+    async_load,
 )
 
 
@@ -34,7 +35,7 @@ def copy_queries(
                 query = gl.load(p_item + I_QUERIES + row // S.GROUP, mask=ok, other=0)
                 i_head = head * S.GROUP + row % S.GROUP
                 p_q = q_ptr + query.to(gl.int64) * stride_q + i_head * S.HEAD_DIM
-                async_copy.async_copy_global_to_shared(
+                async_load(
                     rings.q.index(w).slice(r, STEP),
                     p_q[:, None] + offs_d[None, :],
                     mask=ok[:, None],

@@ -15,6 +15,7 @@ from .shape import (
     HALF_ROWS,
     PRE,
     advance,
+    async_load,
     blocks_of,
     let_next_kernel_start,
     ticket_of,
@@ -36,16 +37,14 @@ def copy_block(
     to_k = times(slot, stride_k)
     to_v = times(slot, stride_v)
     mbarrier.wait(rings.k_free.index(stage), phase ^ 1)
-    async_copy.async_copy_global_to_shared(
+    async_load(
         rings.kv.index(2 * stage + 1), p_k + to_k[:, None] + offs_d[None, :], mask=ok[:, None]
     )
-    async_copy.async_copy_global_to_shared(rings.keys.index(stage), p_keys)
+    async_load(rings.keys.index(stage), p_keys)
     if S.HEAD_DIM > 128:
         async_copy.mbarrier_arrive(rings.k_full.index(stage), increment_count=False)
         mbarrier.wait(rings.free.index(stage), phase ^ 1)
-    async_copy.async_copy_global_to_shared(
-        rings.kv.index(2 * stage), p_v + to_v[:, None] + offs_d[None, :], mask=ok[:, None]
-    )
+    async_load(rings.kv.index(2 * stage), p_v + to_v[:, None] + offs_d[None, :], mask=ok[:, None])
     if S.NARROW:
         async_copy.commit_group()
         pending = convert_late(pending + 1, stage, ahead(S), rings, S)

@@ -10,6 +10,12 @@ try:
     from triton.experimental.gluon.language import thread_barrier as group_barrier  # Triton 3.6
 except ImportError:
     from triton.experimental.gluon.language import barrier as group_barrier  # noqa: F401  from 3.7
+try:
+    from triton.experimental.gluon.language.nvidia.ampere.async_copy import async_load  # from 3.9
+except ImportError:
+    from triton.experimental.gluon.language.nvidia.ampere.async_copy import (
+        async_copy_global_to_shared as async_load,  # noqa: F401
+    )
 
 HEADER_WORDS, PRE, BLOCK = (gl.constexpr(x) for x in (W.HEADER_WORDS, W.PRE, W.BLOCK))
 TILE_ROWS, HALF_ROWS = gl.constexpr(W.TILE_ROWS), gl.constexpr(W.HALF_ROWS)

@@ -18,6 +18,7 @@ from ..hopper.shape import (
     I_QUERIES,
     PRE,
     advance,
+    async_load,
     blocks_of,
     group_barrier,
     ticket_of,
@@ -89,7 +90,7 @@ def gather_items(
             mbarrier.wait(r.free0.index(stage), phase ^ 1)
             copy(r.kr.index(stage), p_kv + VALUE_DIM + offs_r[None, :], ok)
             copy(r.c0.index(stage), p_kv + offs_h[None, :], ok)
-            async_copy.async_copy_global_to_shared(r.keys.index(stage), keys_ptr + at + offs_k)
+            async_load(r.keys.index(stage), keys_ptr + at + offs_k)
             if not CLEAN:
                 async_copy.mbarrier_arrive(r.full0.index(stage), increment_count=False)
             mbarrier.wait(r.free1.index(stage), phase ^ 1)
@@ -125,7 +126,7 @@ def gather_items(
 
 @gluon.jit
 def copy(to, pointers, ok):
-    async_copy.async_copy_global_to_shared(to, pointers, mask=ok)
+    async_load(to, pointers, mask=ok)
 
 
 @gluon.jit

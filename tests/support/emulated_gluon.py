@@ -212,7 +212,6 @@ class _Launch:
     def _async_copy(self):
         """One thread stands for the 128 of a warpgroup, and arrives for them."""
         return SimpleNamespace(
-            async_copy_global_to_shared=lambda to, p, mask=None: to.store(p.load(mask)),
             mbarrier_arrive=lambda barrier, increment_count: self.arrive(barrier, 128),
             commit_group=lambda: None,
             wait_group=lambda _: None,
@@ -329,6 +328,7 @@ _GL = {
     "allocate_shared_memory": _allocate,
 }  # fmt: skip
 _BY_NAME = {
+    "async_load": lambda to, p, mask=None: to.store(p.load(mask)),
     "warpgroup_mma": _mma,
     "warpgroup_mma_wait": lambda outstanding, deps: deps[0] if len(deps) == 1 else deps,
     "fence_async_shared": lambda: None,
