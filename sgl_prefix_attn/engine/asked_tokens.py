@@ -1,33 +1,32 @@
 """What a batch asks of a plan, told on the host: lengths, and whether its drafts are chains."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from sgl_prefix_attn.engine.ranks import prepared
 from sgl_prefix_attn.paths.tree_reader import RunningBatch
+from sgl_prefix_attn.step.preparer import Step, StepPreparer
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What a batch asks.
+def decode_step(
+    steps: StepPreparer,
+    forward_batch,
+    schedule_batch,
+    req_to_token,
+    only_stock: Callable[[str], None],
+) -> Step | None:
+    """Prepare a batch that decodes, and count it; None for any other, and as prepared()."""
+    if not forward_batch.forward_mode.is_decode() or forward_batch.seq_lens_cpu is None:
+        steps.interrupt()
+        return None
 
-    seq_lens    int [B] KV tokens of each request, new ones included
-    query_lens  int32 [B] new tokens of each request
-    against     what stands against a plan, or None
-    is_exact    as RunningBatch.is_exact
-    """
+    def prepare() -> Step:
+        lens = forward_batch.seq_lens_cpu.numpy()
+        reqs, tree = schedule_batch.reqs, schedule_batch.tree_cache
+        return steps.prepare(RunningBatch(reqs, tree, lens, req_to_token))
 
-    seq_lens: np.ndarray
-    query_lens: np.ndarray
-    against: str | None = None
-    is_exact: bool = True
-
-
-def decoding(forward_batch, schedule_batch, req_to_token) -> RunningBatch:
-    """Return a decode step's requests with their lengths, new tokens included."""
-    lens = forward_batch.seq_lens_cpu.numpy()
-    return RunningBatch(schedule_batch.reqs, schedule_batch.tree_cache, lens, req_to_token)
+    return prepared("a decode step", prepare, only_stock)
 
 
 def committed(forward_batch, reqs: Sequence) -> tuple[np.ndarray, bool]:
@@ -41,22 +40,29 @@ def committed(forward_batch, reqs: Sequence) -> tuple[np.ndarray, bool]:
     return np.array([req.seqlen for req in reqs], np.int64), False
 
 
-def asked(forward_batch, reqs: Sequence) -> Asked | None:
-    """Return what a batch of these requests asks; None where it neither extends nor verifies, or
-    extends and the host lacks its lengths."""
-    mode = forward_batch.forward_mode
+def asked(
+    forward_batch, schedule_batch, req_to_token
+) -> tuple[RunningBatch, np.ndarray, str | None] | None:
+    """Return a batch that extends or verifies, the new tokens of each request, int32 [B], and what
+    stands against a plan of it, or None; None for any other batch, and for one that extends where
+    the host lacks its lengths."""
+    mode, reqs = forward_batch.forward_mode, schedule_batch.reqs
+    is_exact, against = True, None
     if mode.is_target_verify():
         seq_lens, is_exact = committed(forward_batch, reqs)
         draft = forward_batch.spec_info
         query_lens = np.full(len(seq_lens), draft.draft_token_num, np.int32)
+        seq_lens = seq_lens + query_lens
         # without tokens for all, they are of a ragged batch
         whole = len(forward_batch.out_cache_loc) == query_lens.sum()
         chains = type(draft).__name__ == "EagleVerifyInput" and draft.tree_topk == 1
         against = None if whole and chains else "verify_tree"
-        return Asked(seq_lens + query_lens, query_lens, against, is_exact)
-    if mode.name not in ("EXTEND", "MIXED") or not forward_batch.extend_seq_lens_cpu:
+    elif mode.name not in ("EXTEND", "MIXED") or not forward_batch.extend_seq_lens_cpu:
         return None
-    if forward_batch.seq_lens_cpu is None:
+    elif forward_batch.seq_lens_cpu is None:
         return None
-    query_lens = np.array(forward_batch.extend_seq_lens_cpu, np.int32)
-    return Asked(forward_batch.seq_lens_cpu.numpy(), query_lens)
+    else:
+        seq_lens = forward_batch.seq_lens_cpu.numpy()
+        query_lens = np.array(forward_batch.extend_seq_lens_cpu, np.int32)
+    batch = RunningBatch(reqs, schedule_batch.tree_cache, seq_lens, req_to_token, is_exact)
+    return batch, query_lens, against

@@ -23,14 +23,14 @@ from sgl_prefix_attn.engine import (
     model_facts,
     sglang_config,
 )
-from sgl_prefix_attn.engine.asked_tokens import decoding
+from sgl_prefix_attn.engine.asked_tokens import decode_step
 from sgl_prefix_attn.engine.build import build
 from sgl_prefix_attn.engine.counters_of import counters_of
-from sgl_prefix_attn.engine.extends import Extends, PlannedKinds, build_extends
+from sgl_prefix_attn.engine.extends import Extends, PlannedKinds
 from sgl_prefix_attn.engine.fallback import create_stock
 from sgl_prefix_attn.engine.graph_variants import GraphVariants
-from sgl_prefix_attn.engine.lane import Lane, Stock
-from sgl_prefix_attn.engine.ranks import agreement, prepared
+from sgl_prefix_attn.engine.lane import Lane
+from sgl_prefix_attn.engine.ranks import agreement
 from sgl_prefix_attn.engine.runner_backend import find_backend
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.settings import Settings
@@ -45,15 +45,11 @@ STOCK_FACTS = ("extend_dummy_seqs_capped_by_req_pool", "kv_index_translator", "m
 CHUNKS = "init_mha_chunk_metadata"
 
 
-def _dims(layer) -> tuple[int, int]:
-    return layer.qk_head_dim, layer.v_head_dim
-
-
 class PrefixAttnBackend(AttentionBackend):
     """Decode attention that reads every shared KV prefix once, for a runner of which some batches
     can run plans (stock_alone.why_stock_alone).
 
-    decode   the lane of decode steps, None where the target model verifies and never decodes
+    decode   the lane of decode steps, all stock where the target model verifies and never decodes
     extends  of batches with several tokens a request, None where all of them are stock
     """
 
@@ -86,17 +82,18 @@ class PrefixAttnBackend(AttentionBackend):
             logger.info(
                 "--attention-backend prefix: stock attention serves %s: %s", group, group.reason
             )
-        self.extends: Extends | None = build_extends(runner, heads, settings, counters, built)
+        kinds = PlannedKinds.of(runner.server_args, settings)
+        self.extends: Extends | None = None
+        if kinds.any:
+            self.extends = Extends(runner, heads, settings, counters, built, kinds)
         self._stock_extend = self._stock_verify = self.stock
-        self._take_up_stock_extend(settings)
+        self._take_up_stock_extend(kinds)
         if hasattr(self._stock_extend, CHUNKS):
             setattr(self, CHUNKS, getattr(self._stock_extend, CHUNKS))
+        self.decode = Lane(runner, heads, built, counters, "a decode step", self._only_stock)
         # A target model that verifies never decodes, but its other batches may run plans.
         self._model_problem = model_facts.speculative(runner.server_args)
-        self.decode: Lane | None = None
-        if self._model_problem is None:
-            self.decode = Lane(runner, heads, built, counters, "a decode step", self._only_stock)
-        else:
+        if self._model_problem is not None:
             logger.info(
                 "--attention-backend prefix: decode steps run stock attention (%s)",
                 self._model_problem,
@@ -123,23 +120,15 @@ class PrefixAttnBackend(AttentionBackend):
 
     def observe(self, forward_batch, schedule_batch) -> None:
         """Decide and plan the step that SGLang is about to run (after ForwardBatch.init_new)."""
-        if self.decode is not None:
-            self.decode.reset()
+        self.decode.reset()
+        reqs = schedule_batch.reqs
         if self.extends is not None:
-            self.extends.observe(
-                forward_batch, schedule_batch, self.variants.problem(len(schedule_batch.reqs))
-            )
-        if not forward_batch.forward_mode.is_decode() or forward_batch.seq_lens_cpu is None:
-            self._steps.interrupt()
-            return
+            problem = self.variants.problem(len(reqs))
+            self.extends.observe(forward_batch, schedule_batch, problem)
         table = self.req_to_token_pool.req_to_token
-        step = prepared(
-            "a decode step",
-            lambda: self._steps.prepare(decoding(forward_batch, schedule_batch, table)),
-            self._only_stock,
-        )
-        if self.decode is not None and step is not None:
-            self.decode.observe(step, len(schedule_batch.reqs))
+        step = decode_step(self._steps, forward_batch, schedule_batch, table, self._only_stock)
+        if step is not None:
+            self.decode.observe(step, len(reqs))
 
     @property
     def needs_cpu_seq_lens(self) -> bool:
@@ -182,7 +171,7 @@ class PrefixAttnBackend(AttentionBackend):
         SGLang asks before out_graph, about the observed step, and after it, about the active one.
         """
         verifies = self.extends is not None and self.extends.graph_is_prefix
-        return verifies or (self.decode is not None and self.decode.is_prefix)
+        return verifies or self.decode.is_prefix
 
     # --- SGLang's metadata contract --------------------------------------------------------------
 
@@ -207,16 +196,12 @@ class PrefixAttnBackend(AttentionBackend):
     def init_forward_metadata(self, forward_batch) -> None:
         """Eager entry point."""
         self._find_wrapper()
-        lane, stock = self._take(forward_batch), self._stock(forward_batch)
+        lane, stock = self._take(forward_batch), self._stock_of(forward_batch)
         if lane is None:
-            stock.prepare(forward_batch)
+            stock.init_forward_metadata(forward_batch)
         else:
-            lane.begin(
-                forward_batch,
-                stock,
-                appends=lane is self.decode,
-                beside=self._beside is not None,
-            )
+            beside = self._beside is not None
+            lane.begin(forward_batch, stock, appends=lane is self.decode, beside=beside)
 
     def init_forward_metadata_out_graph(self, forward_batch, in_capture: bool = False) -> None:
         """Prepare the capture or replay of a graph.
@@ -251,30 +236,24 @@ class PrefixAttnBackend(AttentionBackend):
 
     # --- attention -------------------------------------------------------------------------------
 
-    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
         """Attend in one layer: q [B, Hq * D], k and v [B, Hkv, D]; returns [B, Hq * D]."""
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-
-    # --- internals -------------------------------------------------------------------------------
-
-    def _forward(self, q, k, v, layer, forward_batch, save_kv_cache, **kwargs):
-        lane = self._lane_of(forward_batch.forward_mode)
-        stock = self._stock(forward_batch)
+        lane, stock = self._lane_of(forward_batch.forward_mode), self._stock_of(forward_batch)
         # prompts expanded from latent KV are attended to in layers of the same ids
-        planned = layer.layer_id not in self._stock_layers and self._dims == _dims(layer)
-        if lane is None or not planned:
+        dims = layer.qk_head_dim, layer.v_head_dim
+        if lane is None or layer.layer_id in self._stock_layers or dims != self._dims:
             return stock.forward(
                 q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
             )
         return lane.forward(q, k, v, layer, forward_batch, save_kv_cache, stock, **kwargs)
 
+    forward_extend = forward_decode
+
+    # --- internals -------------------------------------------------------------------------------
+
     def _lanes(self) -> list[Lane]:
         """Those that any batch can run in."""
-        extends = None if self.extends is None else self.extends.lane
-        return [lane for lane in (self.decode, extends) if lane is not None]
+        return [self.decode] if self.extends is None else [self.decode, self.extends.lane]
 
     def _lane_of(self, mode) -> Lane | None:
         if mode.is_decode():
@@ -296,25 +275,15 @@ class PrefixAttnBackend(AttentionBackend):
         mode = forward_batch.forward_mode
         if mode.is_extend_without_speculative():
             return self._stock_extend
-        if self._beside is not None and self.decode is not None and self.decode.is_captured:
+        if self._beside is not None and self.decode.is_captured:
             return self._beside
         return self._stock_verify if mode.is_target_verify() else self.stock
 
-    def _stock(self, forward_batch) -> Stock:
-        stock = self._stock_of(forward_batch)
-        decodes = forward_batch.forward_mode.is_decode()
-        return Stock(
-            stock.init_forward_metadata, stock.forward_decode if decodes else stock.forward_extend
-        )
-
-    def _take_up_stock_extend(self, settings: Settings) -> None:
+    def _take_up_stock_extend(self, kinds: PlannedKinds) -> None:
         """Have batches that FlashInfer extends and verifies slowly run what SGLang would choose."""
         default = sglang_config.default_backend(self._runner.server_args)
-        if self.extends is None or self.fallback.name == default:
-            return
-        kinds = PlannedKinds.of(self._runner.server_args, settings)
         chains = kinds.verify and model_facts.verifies_chains(self._runner.server_args)
-        if kinds.prefill or chains:
+        if self.fallback.name != default and (kinds.prefill or chains):
             extending = create_stock(self._runner, default)
             if kinds.prefill:
                 self._stock_extend = extending

@@ -17,7 +17,6 @@ from sgl_prefix_attn.execute.backends.kernel_backend import KernelBackend
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.params import Capacity
 from sgl_prefix_attn.metrics.counters import StepCounters
-from sgl_prefix_attn.paths.tree_reader import RunningBatch
 from sgl_prefix_attn.predict.prefill_time import PrefillTime
 from sgl_prefix_attn.records import HeadConfig
 from sgl_prefix_attn.settings import BACKEND_NAME, Settings
@@ -32,6 +31,7 @@ _MOST_QUERIES = 1 << 14
 # Of the memory that SGLang has left for activations and graphs, what a deterministic server's
 # prompts may take.
 _SHARE = 0.5
+_KIND = "an extend or verify batch"
 
 
 @dataclass(frozen=True)
@@ -62,53 +62,6 @@ class PlannedKinds:
         return " and ".join(name for name, planned in vars(self).items() if planned)
 
 
-def build_extends(
-    runner,
-    heads: HeadConfig,
-    settings: Settings,
-    counters: StepCounters,
-    decode: Execution,
-) -> "Extends | None":
-    """Build what runs extend and verify batches beside `decode`, with its kernels; None where all
-    of them are stock: by the settings, or with other backends."""
-    kinds = PlannedKinds.of(runner.server_args, settings)
-    if not kinds.any:
-        return None
-    no_prompts = model_facts.unsupported_prompts(runner)
-    problem = model_facts.unsupported_extend(runner)
-    determinism.raise_if_prompts_are_stock(
-        runner.server_args, no_prompts or problem or model_facts.keeps_states(runner)
-    )
-    backend = decode.executor.backend
-    capacity = _capacity(runner, backend)
-    # rates that are the same on all ranks
-    planner = backend.planner(decode.planner.rates, strategy=settings.strategy, capacity=capacity)
-    planner.warm_up()
-    execution = Execution(planner, PlanExecutor(backend, capacity), None)
-    preparer = ExtendPreparer(
-        settings,
-        planner,
-        capacity.check,
-        counters,
-        predictor=decode.predictor and PrefillTime(heads, decode.predictor.source),
-        problem=problem,
-        least_saving_us=model_facts.least_saving_us(runner),
-        agree=agreement(),
-        deterministic=determinism.is_on(runner.server_args),
-    )
-    planned = replace(kinds, prefill=kinds.prefill and no_prompts is None)
-    if planned.any:
-        logger.info(
-            "--attention-backend prefix: plans serve %s batches of shared prefixes", planned
-        )
-    if planned != kinds:
-        logger.info("--attention-backend prefix: prompts run stock attention (%s)", no_prompts)
-    why_not = model_facts.no_draft_steps(runner.server_args)
-    if why_not is not None:
-        logger.info("--attention-backend prefix: the draft model runs stock kernels (%s)", why_not)
-    return Extends(runner, heads, kinds, preparer, execution, counters, no_prompts)
-
-
 def _capacity(runner, backend: KernelBackend) -> Capacity:
     """Return enough for most batches; for all of a deterministic server. Raises ValueError where
     it does not fit the memory."""
@@ -130,27 +83,62 @@ def _capacity(runner, backend: KernelBackend) -> Capacity:
 
 
 class Extends:
-    """Observes extend and verify batches, and decides which of them run a plan in their lane."""
+    """Observes extend and verify batches, and decides which of them run a plan in their lane.
+
+    decode  planner and kernels of decode steps: theirs are the same
+    kinds   those that may run plans by the settings and by what SGLang runs them with
+    """
 
     def __init__(
         self,
         runner,
         heads: HeadConfig,
-        kinds: PlannedKinds,
-        preparer: ExtendPreparer,
-        execution: Execution,
+        settings: Settings,
         counters: StepCounters,
-        no_prompts: str | None,
+        decode: Execution,
+        kinds: PlannedKinds,
     ):
-        """no_prompts: why no batch that extends runs a plan, None where it may"""
+        args, backend = runner.server_args, decode.executor.backend
+        no_prompts = model_facts.unsupported_prompts(runner)
+        problem = model_facts.unsupported_extend(runner)
+        determinism.raise_if_prompts_are_stock(
+            args, no_prompts or problem or model_facts.keeps_states(runner)
+        )
+        capacity = _capacity(runner, backend)
+        # rates that are the same on all ranks
+        planner = backend.planner(
+            decode.planner.rates, strategy=settings.strategy, capacity=capacity
+        )
+        planner.warm_up()
+        self._preparer = ExtendPreparer(
+            settings,
+            planner,
+            capacity.check,
+            counters,
+            predictor=decode.predictor and PrefillTime(heads, decode.predictor.source),
+            problem=problem,
+            least_saving_us=model_facts.least_saving_us(runner),
+            agree=agreement(),
+            deterministic=determinism.is_on(args),
+        )
         self._req_to_token = runner.req_to_token_pool.req_to_token
-        self._preparer = preparer
         self._verifies = False  # the observed or active batch is one of a target model's
-        self._no_prompts = no_prompts
-        self._kinds = kinds
-        self.can_verify = kinds.verify
-        kind = "an extend or verify batch"
-        self.lane = Lane(runner, heads, execution, counters, kind, self.only_stock)
+        self._no_prompts = no_prompts  # why no batch that extends runs a plan, None where it may
+        self._kinds, self.can_verify = kinds, kinds.verify
+        execution = Execution(planner, PlanExecutor(backend, capacity), None)
+        self.lane = Lane(runner, heads, execution, counters, _KIND, self.only_stock)
+        planned = replace(kinds, prefill=kinds.prefill and no_prompts is None)
+        if planned.any:
+            logger.info(
+                "--attention-backend prefix: plans serve %s batches of shared prefixes", planned
+            )
+        if planned != kinds:
+            logger.info("--attention-backend prefix: prompts run stock attention (%s)", no_prompts)
+        why_not = model_facts.no_draft_steps(args)
+        if why_not is not None:
+            logger.info(
+                "--attention-backend prefix: the draft model runs stock kernels (%s)", why_not
+            )
 
     @property
     def needs_lengths(self) -> bool:
@@ -172,7 +160,7 @@ class Extends:
         self._verifies = forward_batch.forward_mode.is_target_verify()
         if self._kinds.verify if self._verifies else self._kinds.prefill:
             found = prepared(
-                "an extend or verify batch",
+                _KIND,
                 lambda: self._prepare(forward_batch, schedule_batch, graph_problem),
                 self.only_stock,
             )
@@ -186,22 +174,16 @@ class Extends:
         if self._verifies and self._preparer.pass_over() is not None:
             return None
         try:
-            batch_asks = asked(forward_batch, schedule_batch.reqs)
+            found = asked(forward_batch, schedule_batch, self._req_to_token)
         except Exception as error:
             self._preparer.unreadable(error, self._verifies)
             return None
-        if batch_asks is None:
+        if found is None:
             return None
-        against = batch_asks.against or (graph_problem if self._verifies else self._no_prompts)
-        batch = RunningBatch(
-            schedule_batch.reqs,
-            schedule_batch.tree_cache,
-            batch_asks.seq_lens,
-            self._req_to_token,
-            batch_asks.is_exact,
-        )
-        step = self._preparer.prepare(batch, batch_asks.query_lens, against, self._verifies)
-        return step, int(batch_asks.query_lens.sum())
+        batch, query_lens, against = found
+        against = against or (graph_problem if self._verifies else self._no_prompts)
+        step = self._preparer.prepare(batch, query_lens, against, self._verifies)
+        return step, int(query_lens.sum())
 
     def held_by_a_graph(self) -> None:
         """Note that SGLang runs the observed batch in a prefill graph that holds attention itself:

@@ -6,7 +6,6 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -18,15 +17,6 @@ LIMIT = "PREFIX_ATTN_MAX_VARIANT_BS"
 def prefix_label(label: str | None) -> str:
     """ShapeKey.variant_label of the prefix graph beside the stock graph with this label."""
     return "prefix" if label is None else f"{label}+prefix"
-
-
-@dataclass(frozen=True)
-class GraphCost:
-    """What the prefix graphs took beside SGLang's own."""
-
-    graphs: int = 0
-    seconds: float = 0.0
-    bytes: int = 0
 
 
 class GraphVariants:
@@ -49,7 +39,8 @@ class GraphVariants:
         self._sizes: list[int] = []  # that SGLang captures, ascending
         self._with_prefix: set[int] = set()
         self._failed = False
-        self.cost = GraphCost()
+        # what prefix graphs took beside SGLang's own
+        self._graphs, self._seconds, self._bytes = 0, 0.0, 0
 
     def problem(self, batch_size: int) -> str | None:
         """Say why a step of this batch size cannot replay a prefix graph; None when it can, or when
@@ -79,31 +70,28 @@ class GraphVariants:
         if size > self.max_bs or self._failed:
             return
         free, start = device.mem_get_info()[0], time.perf_counter()
-        self.capturing, captured = True, 0
+        self.capturing = True
         try:
             capture_one()
             self._with_prefix.add(size)
-            captured = 1
+            self._graphs += 1
         except Exception as error:
             self._give_up(size, error, device)
         finally:
             self.capturing = False
-        self.cost = GraphCost(
-            self.cost.graphs + captured,
-            self.cost.seconds + time.perf_counter() - start,
-            self.cost.bytes + free - device.mem_get_info()[0],
-        )
+        self._seconds += time.perf_counter() - start
+        self._bytes += free - device.mem_get_info()[0]
 
     def log_cost(self) -> None:
         """Log one line about all prefix graphs; nothing when there are none."""
-        if self.cost.graphs:
+        if self._graphs:
             logger.info(
                 "%s CUDA graphs with prefix kernels: %d graphs took %.1f s and %.0f MiB beside "
                 "SGLang's own; %s limits the batch size up to which they are captured",
                 self._steps,
-                self.cost.graphs,
-                self.cost.seconds,
-                self.cost.bytes / 2**20,
+                self._graphs,
+                self._seconds,
+                self._bytes / 2**20,
                 LIMIT,
             )
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sgl_prefix_attn.engine import model_facts, sglang_config
@@ -31,9 +32,10 @@ _LATENT_OPTIONS = ("q_rope", "k_rope")
 
 
 class Stock(NamedTuple):
-    """Stock attention of a batch: its metadata of a ForwardBatch, and a layer of it."""
+    """What a lane needs of stock attention, and an AttentionBackend of SGLang's has: a batch's
+    metadata of its ForwardBatch, and a layer of it."""
 
-    prepare: Callable[[Any], None]
+    init_forward_metadata: Callable[[Any], None]
     forward: Callable[..., torch.Tensor]
 
 
@@ -107,7 +109,11 @@ class Lane:
         self.active = self._capture if with_plan else None
 
     def begin(
-        self, forward_batch, stock: Stock, appends: bool = False, beside: bool = False
+        self,
+        forward_batch,
+        stock: Stock | AttentionBackend,
+        appends: bool = False,
+        beside: bool = False,
     ) -> None:
         """Begin the active batch without a graph: load its plan, or take up stock attention.
 
@@ -115,7 +121,7 @@ class Lane:
         beside   layers outside the plan run stock attention in any case
         """
         if self.active is None or self.active.cross_check or beside:
-            stock.prepare(forward_batch)
+            stock.init_forward_metadata(forward_batch)
         if self.active is None:
             return
         try:
@@ -148,7 +154,7 @@ class Lane:
         layer,
         forward_batch,
         save_kv_cache: bool,
-        stock: Stock,
+        stock: Stock | AttentionBackend,
         *,
         first: Callable[[], torch.Tensor] | None = None,
         **kwargs,
@@ -217,7 +223,7 @@ class Lane:
         loc = KVWriteLoc(forward_batch.out_cache_loc)
         pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)
 
-    def fail(self, error: Exception, forward_batch, stock: Stock) -> None:
+    def fail(self, error: Exception, forward_batch, stock: Stock | AttentionBackend) -> None:
         """Go on with stock attention after kernels that failed to compile or launch.
 
         Raises the error where that cannot be: in a capture (graph_variants.py sees to it), where
@@ -232,12 +238,12 @@ class Lane:
         logger.error("prefix kernels failed in %s: %s", self._kind, error, exc_info=error)
         self.leave("kernel_error", forward_batch, stock)
 
-    def leave(self, reason: str, forward_batch, stock: Stock) -> None:
+    def leave(self, reason: str, forward_batch, stock: Stock | AttentionBackend) -> None:
         """Run stock attention from here on, in the middle of a batch."""
         self._only_stock(reason)
         if not self.is_captured:
             # In a capture the stock graph of the same size has just left its metadata in place.
-            stock.prepare(forward_batch)
+            stock.init_forward_metadata(forward_batch)
         self.active = None
 
     def _unknown(self, sinks=None, **options) -> str | None:

@@ -131,9 +131,8 @@ class PlannedDrafts:
         """Begin a round without a graph."""
         self.lane.take()
         self._begin(forward_batch)
-        self.lane.begin(
-            forward_batch, self.stock_of(0)._replace(prepare=self._stock.init_forward_metadata)
-        )
+        stock = self.stock_of(0)._replace(init_forward_metadata=self._stock.init_forward_metadata)
+        self.lane.begin(forward_batch, stock)
 
     def init_forward_metadata_out_graph(self, forward_batch, in_capture: bool = False) -> None:
         """Prepare the capture or replay of a graph.

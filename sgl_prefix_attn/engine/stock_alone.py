@@ -10,12 +10,11 @@ import logging
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sgl_prefix_attn.engine import model_facts, sglang_config
-from sgl_prefix_attn.engine.asked_tokens import decoding
+from sgl_prefix_attn.engine.asked_tokens import decode_step
 from sgl_prefix_attn.engine.counters_of import counters_of
 from sgl_prefix_attn.engine.extends import PlannedKinds
 from sgl_prefix_attn.engine.fallback import create_stock
 from sgl_prefix_attn.engine.layer_groups import attention_layers
-from sgl_prefix_attn.engine.ranks import prepared
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.settings import BACKEND_NAME, Settings
 from sgl_prefix_attn.step.preparer import StepPreparer
@@ -67,16 +66,8 @@ class StockSteps:
 
     def observe(self, forward_batch, schedule_batch) -> None:
         """Count the step that SGLang is about to run (after ForwardBatch.init_new)."""
-        if not forward_batch.forward_mode.is_decode() or forward_batch.seq_lens_cpu is None:
-            self._steps.interrupt()
-            return
         if self._counts:
-            table = self._req_to_token
-            prepared(
-                "a decode step",
-                lambda: self._steps.prepare(decoding(forward_batch, schedule_batch, table)),
-                self._stop,
-            )
+            decode_step(self._steps, forward_batch, schedule_batch, self._req_to_token, self._stop)
 
     def _stop(self, reason: str) -> None:
         logger.warning("decode steps are no longer counted (%s)", reason)
