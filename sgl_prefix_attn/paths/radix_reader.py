@@ -7,12 +7,26 @@ leaves the old id to the rest.
 import numpy as np
 import torch
 
-from sgl_prefix_attn.paths.request_fields import RequestReader, node_of, record_of
-from sgl_prefix_attn.paths.tree_reader import RequestPath, RunningBatch, TreeInvariantError
+from sgl_prefix_attn.paths.tree_reader import (
+    RequestPath,
+    RunningBatch,
+    TreeInvariantError,
+    TreeReader,
+    record_of,
+)
 from sgl_prefix_attn.records import PathTable
 
+_SESSION_NODE = "_VirtualNode"  # a class of sglang.srt.session.streaming_session
 
-class RadixReader(RequestReader):
+
+def node_of(req):
+    """Return where a request's path ends in the tree, None without one: nothing is cached, or its
+    KV belongs to a streaming session alone."""
+    node = req.last_node
+    return None if type(node).__name__ == _SESSION_NODE else node
+
+
+class RadixReader(TreeReader):
     """TreeReader of sglang.srt.mem_cache.radix_cache.RadixCache, and the base of those of other
     trees whose nodes are linked."""
 

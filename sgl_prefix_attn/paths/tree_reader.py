@@ -7,10 +7,11 @@ its protected tokens, and their slots are the first of its row of req_to_token.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import is_not
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -78,21 +79,37 @@ class RequestPath:
     row: int | None
 
 
-class TreeReader(Protocol):
+class TreeReader(ABC):
     """Reads the prefix paths of one SGLang cache class. Stateless."""
 
+    @abstractmethod
     def read_paths(self, batch: RunningBatch) -> PathTable:
         """Read the paths of the batch in O(nodes + requests); leaf is -1 without a path."""
 
+    @abstractmethod
+    def request_path(self, tree_cache, req) -> RequestPath:
+        """Return one request's path, node by node."""
+
     def mapping(self, reqs: Sequence) -> KvMapping:
         """Return what must stay for a plan of these requests to stay valid, besides lengths."""
+        allocations = [req.kv for req in reqs]
+        records = reqs if reqs and record_of(reqs[0]) is reqs[0] else allocations
+        held = [
+            (record.cache_protected_len, req.retraction_count)
+            for record, req in zip(records, reqs, strict=True)
+        ]
+        return KvMapping([req.last_node for req in reqs], held, allocations)
 
     def remaps(self, tree_cache) -> int | None:
         """Count how often running requests may have got other nodes or slots so far (the hook in
         patches/remaps.py counts); None where nothing counts."""
+        return getattr(tree_cache, "prefix_attn_remaps", None)
 
-    def request_path(self, tree_cache, req) -> RequestPath:
-        """Return one request's path, node by node."""
+
+def record_of(req):
+    """Return what has the request's cache_protected_len, KV tokens that it holds on its path, and
+    req_pool_idx, its row of req_to_token: itself, from SGLang 0.5.19 on its KV record."""
+    return req if hasattr(req, "cache_protected_len") else req.kv
 
 
 def check_paths(paths: PathTable, batch: RunningBatch, reader: TreeReader) -> None:

@@ -2,8 +2,7 @@
 
 import torch
 
-from sgl_prefix_attn.paths.radix_reader import RadixReader
-from sgl_prefix_attn.paths.request_fields import node_of
+from sgl_prefix_attn.paths.radix_reader import RadixReader, node_of
 
 _FULL_ATTENTION = 0  # ComponentType.FULL
 

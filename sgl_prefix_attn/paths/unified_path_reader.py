@@ -9,8 +9,13 @@ from typing import Any
 import numpy as np
 from msgspec.structs import astuple
 
-from sgl_prefix_attn.paths.request_fields import RequestReader, record_of
-from sgl_prefix_attn.paths.tree_reader import RequestPath, RunningBatch, TreeInvariantError
+from sgl_prefix_attn.paths.tree_reader import (
+    RequestPath,
+    RunningBatch,
+    TreeInvariantError,
+    TreeReader,
+    record_of,
+)
 from sgl_prefix_attn.records import PathTable
 
 _FIELDS = 5  # of a node that are read; later releases have more
@@ -29,7 +34,7 @@ def _paths(core, ends: list[int]) -> Sequence[Sequence[tuple]]:
     return [[astuple(node) for node in path] for path in core.collect_path_info(ends)]
 
 
-class UnifiedPathReader(RequestReader):
+class UnifiedPathReader(TreeReader):
     """TreeReader of sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache over any core that
     tells paths (from 0.5.22 on). Column by column: a loop over the nodes takes twice as long."""
 

@@ -12,8 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
-from sgl_prefix_attn.paths.request_fields import record_of
-from sgl_prefix_attn.paths.tree_reader import RunningBatch
+from sgl_prefix_attn.paths.tree_reader import RunningBatch, record_of
 
 
 class Node:
