@@ -31,29 +31,21 @@ def full_attention(
     """
     outs, lses = [], []
     exact = torch.promote_types(dtype, torch.float32)
+    _, num_qo_heads, head_dim = q.shape
+    num_kv_heads = k_cache.shape[1]
     for i, length in enumerate(seq_lens.tolist()):
         index = req_to_token[req_pool_indices[i], :length].long()
         k, v = k_cache[index].to(exact) * k_scale, v_cache[index].to(exact) * v_scale
-        o, lse2 = _attend(q[i : i + 1], k, v, sm_scale, logits_soft_cap, dtype, sinks)
-        outs.append(o)
-        lses.append(lse2)
-    return torch.cat(outs), Lse(torch.cat(lses))
-
-
-def _attend(q, k, v, sm_scale, logits_soft_cap, dtype=torch.float32, sinks=None):
-    """Attend q [n, Hq, D] over k [t, Hkv, D] and v [t, Hkv, Dv]: out [n, Hq, Dv] and LSE [n, Hq] in
-    base 2."""
-    n, num_qo_heads, head_dim = q.shape
-    num_kv_heads = k.shape[1]
-    exact = torch.promote_types(dtype, torch.float32)
-    grouped = q.to(exact).view(n, num_kv_heads, -1, head_dim)
-    logits = torch.einsum("nhgd,thd->nhgt", grouped, k.to(exact)) * sm_scale
-    if logits_soft_cap > 0:
-        logits = logits_soft_cap * torch.tanh(logits / logits_soft_cap)
-    if sinks is not None:
-        last = sinks.to(exact).view(num_kv_heads, -1, 1).expand(*logits.shape[:3], 1)
-        logits = torch.cat([logits, last], -1)
-    lse = torch.logsumexp(logits, dim=-1)
-    weights = torch.exp(logits[..., : len(k)] - lse[..., None]).to(dtype).to(exact)
-    out = torch.einsum("nhgt,thd->nhgd", weights, v.to(exact)).to(dtype)
-    return out.reshape(n, num_qo_heads, -1), lse.view(n, num_qo_heads) / math.log(2)
+        grouped = q[i].to(exact).view(num_kv_heads, -1, head_dim)
+        logits = torch.einsum("hgd,thd->hgt", grouped, k) * sm_scale
+        if logits_soft_cap > 0:
+            logits = logits_soft_cap * torch.tanh(logits / logits_soft_cap)
+        if sinks is not None:
+            last = sinks.to(exact).view(num_kv_heads, -1, 1)
+            logits = torch.cat([logits, last], -1)
+        lse = torch.logsumexp(logits, dim=-1)
+        weights = torch.exp(logits[..., :length] - lse[..., None]).to(dtype).to(exact)
+        out = torch.einsum("hgt,thd->hgd", weights, v).to(dtype)
+        outs.append(out.reshape(num_qo_heads, -1))
+        lses.append(lse.view(num_qo_heads) / math.log(2))
+    return torch.stack(outs), Lse(torch.stack(lses))

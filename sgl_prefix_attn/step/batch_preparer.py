@@ -27,12 +27,15 @@ class BatchPreparer:
 
     planner     None where no batch can run prefix kernels
     check_size  raises PlanTooLarge for a plan that the executor's workspace does not hold
-    kind        of the batches, for the log: "decode steps", ...
+    predictor   of both kernels' times, None: plans run wherever they can (extend batches: wherever
+                anything is shared)
     problem     why no batch can run a plan, or None
     agree       whether all tensor-parallel ranks pass True; every rank calls it at the same batches
     least_saving_us  per layer, from which a plan is worth making
     deterministic  whether results must not depend on the batch, which stock kernels do not promise
     """
+
+    _kind: str  # of the batches, for the log
 
     def __init__(
         self,
@@ -41,7 +44,7 @@ class BatchPreparer:
         check_size: Callable[[Plan], None],
         counters: StepCounters,
         *,
-        kind: str,
+        predictor: TimePredictor | None = None,
         problem: str | None = None,
         agree: Callable[[bool], bool] = lambda ok: ok,
         least_saving_us: float = 0.0,
@@ -54,7 +57,7 @@ class BatchPreparer:
         self.needs_lengths = False
         self._planner: Any = planner
         self._check_size = check_size
-        self._kind = kind
+        self._predictor = predictor if settings.policy != PREFIX else None
         self._problem = problem
         self._agree = agree
         self._least_saving_us = least_saving_us
@@ -94,13 +97,12 @@ class BatchPreparer:
         self,
         paths: PathTable,
         facts: BatchFacts,
-        predictor: TimePredictor | None,
         graph_rows: int = 0,
         query_lens: np.ndarray | None = None,
     ) -> Evaluation:
         """Evaluate a batch as evaluate(); raise PlanTooLarge where its plan is to run and does not
         fit."""
-        done = evaluate(paths, facts, self._planner, predictor, graph_rows, query_lens)
+        done = evaluate(paths, facts, self._planner, self._predictor, graph_rows, query_lens)
         if done.decision.variant == PREFIX:
             self._check_size(done.plan)
         return done

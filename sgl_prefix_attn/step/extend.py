@@ -4,19 +4,13 @@ A plan serves one batch, all layers of it; nothing is carried on to the next one
 of computing requests together that share a cached prefix, with tiles of requests as its groups.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 
-from sgl_prefix_attn.metrics.counters import EXTENDED, StepCounters
+from sgl_prefix_attn.metrics.counters import EXTENDED
 from sgl_prefix_attn.paths.readers import unsupported_tree
 from sgl_prefix_attn.paths.tree_reader import RunningBatch
-from sgl_prefix_attn.plan.planner import Planner
-from sgl_prefix_attn.plan.serialize import Plan
 from sgl_prefix_attn.records import PREFIX, STOCK, Decision
-from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.step.batch_preparer import BatchPreparer
-from sgl_prefix_attn.step.evaluate import TimePredictor
 from sgl_prefix_attn.step.policy import LENGTHS_AWAITED, BatchFacts, decide
 from sgl_prefix_attn.step.preparer import Step
 
@@ -25,23 +19,9 @@ class ExtendPreparer(BatchPreparer):
     """Decides and plans extend batches, each by itself. The ranks agree on those that verify: a
     decode graph of them must be of one variant on all ranks. Others run eagerly, and their
     attention is local to a rank.
-
-    predictor  of stock prefill, None: plans run wherever anything is shared
-    shared     what every BatchPreparer takes
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        planner: Planner,
-        check_size: Callable[[Plan], None],
-        counters: StepCounters,
-        *,
-        predictor: TimePredictor | None = None,
-        **shared,
-    ):
-        super().__init__(settings, planner, check_size, counters, kind="extend batches", **shared)
-        self._predictor = predictor if settings.policy != PREFIX else None
+    _kind = "extend batches"
 
     def prepare(
         self,
@@ -62,9 +42,11 @@ class ExtendPreparer(BatchPreparer):
         else:
             try:
                 with self.counters.evaluation(EXTENDED):
-                    decision, plan = self._decide(batch, query_lens)
+                    found = self._look(self._read(batch), self._facts(), query_lens=query_lens)
+                decision, plan = found.decision, found.plan
             except Exception as error:
                 decision = Decision(STOCK, self._reason_of(error))
+            plan = plan if decision.variant == PREFIX else None
         if verifies:
             self.needs_lengths = self._agree(plan is not None)
             if self.needs_lengths and not batch.is_exact:
@@ -105,13 +87,6 @@ class ExtendPreparer(BatchPreparer):
         if against is None and self.settings.policy != STOCK:
             return None
         return decide(self._facts(against))
-
-    def _decide(self, batch: RunningBatch, query_lens: np.ndarray) -> tuple[Decision, Plan | None]:
-        """Read the tree and decide; a plan where one runs."""
-        paths = self._read(batch)
-        facts = self._facts()
-        plan, decision = self._look(paths, facts, self._predictor, query_lens=query_lens)
-        return decision, plan if decision.variant == PREFIX else None
 
     def _facts(self, against: str | None = None) -> BatchFacts:
         return BatchFacts(

@@ -57,7 +57,6 @@ class BatchFacts:
     model: str | None = None  # engine/model_facts.unsupported_model()
     tree: str | None = None  # paths()
     graph: str | None = None  # GraphVariants.problem(): no prefix graph of its size
-    fault: str | None = None  # what went wrong while this step was planned
     predicted: Prediction | None = None
     source: str = "measured"
     shares: bool = True
@@ -73,7 +72,7 @@ def decide(facts: BatchFacts) -> Decision:
     against = facts.model or facts.tree
     if against is None and facts.policy == STOCK:
         against = "forced"
-    against = against or facts.graph or facts.fault
+    against = against or facts.graph
     if against is not None:
         return Decision(STOCK, against, facts.predicted)
     if facts.policy == PREFIX:

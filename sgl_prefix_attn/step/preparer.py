@@ -21,7 +21,6 @@ from sgl_prefix_attn.records import PREFIX, STOCK, Decision, PathTable
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.step.batch_preparer import BatchPreparer
 from sgl_prefix_attn.step.decision_dump import DecisionDump
-from sgl_prefix_attn.step.evaluate import TimePredictor
 from sgl_prefix_attn.step.plan_lifetime import PlanLifetime
 from sgl_prefix_attn.step.policy import LENGTHS_AWAITED, BatchFacts, decide
 
@@ -47,7 +46,6 @@ class Step(NamedTuple):
 class StepPreparer(BatchPreparer):
     """Decides and plans decode steps; owns the plan's lifetime.
 
-    predictor     times of both kernels, or None: then prefix kernels run wherever they can
     graph_problem why a batch of so many requests has no prefix graph, or None
     padded_size   rows of the graph that a batch of so many requests replays
     shared        what every BatchPreparer takes
@@ -60,13 +58,13 @@ class StepPreparer(BatchPreparer):
         check_size: Callable[[Plan], None],
         counters: StepCounters,
         *,
-        predictor: TimePredictor | None = None,
         graph_problem: Callable[[int], str | None] = lambda batch_size: None,
         padded_size: Callable[[int], int] = lambda batch_size: batch_size,
         kind: str = "decode steps",
         **shared,
     ):
-        super().__init__(settings, planner, check_size, counters, kind=kind, **shared)
+        super().__init__(settings, planner, check_size, counters, **shared)
+        self._kind = kind
         # Of the last evaluation: until it is stale its decision and its plan stand.
         self.lifetime = PlanLifetime()
         self._evaluated = _UNDECIDED
@@ -75,7 +73,6 @@ class StepPreparer(BatchPreparer):
         self._dump = DecisionDump(
             settings.dump, settings.dump_every, counters, aligned=self._deterministic
         )
-        self._predictor = predictor
         self._graph_problem = graph_problem
         self._padded_size = padded_size
         self._known: dict[tuple, tuple[BatchFacts, Decision]] = {}
@@ -168,7 +165,7 @@ class StepPreparer(BatchPreparer):
         if cause is not None or fault is not None or self.settings.check:
             if not self._agree(fault is None):
                 self.lifetime.invalidate("fault")
-                plan, decision = None, decide(replace(facts, fault=self._reason_of(fault)))
+                plan, decision = None, Decision(STOCK, self._reason_of(fault))
         if decision is self._evaluated:
             self.lifetime.stepped()
         if decision.variant != PREFIX:
@@ -185,7 +182,7 @@ class StepPreparer(BatchPreparer):
         paths = paths or self._read(batch)
         facts = replace(facts, running=self._running, steps=self._steps)
         rows = self._padded_size(len(batch.reqs))
-        plan, decision = self._look(paths, facts, self._predictor, rows)
+        plan, decision = self._look(paths, facts, rows)
         is_prefix = decision.variant == PREFIX
         self.counters.plan(cause, plan.stats)
         # A decision for stock kernels stands until the batch changes or has grown by the headroom.

@@ -16,15 +16,12 @@ from sgl_prefix_attn.step.policy import GAINS, HELD_LOSS, HOLD_STEPS, BatchFacts
         (BatchFacts(policy="stock"), Decision("stock", "forced")),
         (BatchFacts(tree="tree:LMCRadixCache"), Decision("stock", "tree:LMCRadixCache")),
         (BatchFacts(model="kv_dtype:x", tree="tree:y"), Decision("stock", "kv_dtype:x")),
-        (BatchFacts(fault="planner_error"), Decision("stock", "planner_error")),
         (BatchFacts(graph="graph_batch_size"), Decision("stock", "graph_batch_size")),
         (BatchFacts(graph="graph_x", tree="tree:y"), Decision("stock", "tree:y")),
         (BatchFacts(graph="graph_x", policy="stock"), Decision("stock", "forced")),
-        (BatchFacts(graph="graph_x", fault="planner_error"), Decision("stock", "graph_x")),
         # Forcing prefix does not force what cannot work.
         (BatchFacts(policy="prefix", graph="graph_x"), Decision("stock", "graph_x")),
         (BatchFacts(policy="prefix", tree="tree:y"), Decision("stock", "tree:y")),
-        (BatchFacts(policy="prefix", fault="planner_error"), Decision("stock", "planner_error")),
     ],
 )
 def test_decisions(facts, decision):
