@@ -10,6 +10,7 @@ chunk and in a decode step.
 from dataclasses import replace
 
 from sgl_prefix_attn.engine import sglang_config
+from sgl_prefix_attn.engine.reasons import first_of
 from sgl_prefix_attn.records import CALIBRATED, PREFIX, STOCK
 from sgl_prefix_attn.settings import BACKEND_NAME, Settings
 
@@ -58,7 +59,7 @@ def why_not(server_args, settings: Settings) -> str | None:
             settings.strategy != CALIBRATED
         ),
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    return first_of(reasons)
 
 
 def raise_if_stock_alone(server_args, reason: str) -> None:

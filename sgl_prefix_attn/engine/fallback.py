@@ -9,6 +9,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sgl_prefix_attn.engine import determinism, layer_groups, sglang_config
 from sgl_prefix_attn.engine.layer_groups import CHUNK, WINDOW, LayerTraits
+from sgl_prefix_attn.engine.reasons import first_of
 from sgl_prefix_attn.records import FLASHINFER
 from sgl_prefix_attn.settings import Settings
 
@@ -80,7 +81,7 @@ def why_no_flashinfer(layers: Sequence[LayerTraits]) -> str | None:
         # hands to a layer.
         "layers:latent": any(x.latent for x in layers),
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    return first_of(reasons)
 
 
 def of(runner, settings: Settings) -> Fallback:

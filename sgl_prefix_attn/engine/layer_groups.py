@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
+from sgl_prefix_attn.engine.reasons import first_of
 from sgl_prefix_attn.execute.backends.kernel_backend import NARROW_KV, kv_dtype_label
 from sgl_prefix_attn.ranges import in_short
 from sgl_prefix_attn.records import HeadConfig
@@ -139,7 +140,7 @@ def why_unplanned(traits: LayerTraits) -> str | None:
         not in (traits.dtype, traits.dtype if traits.latent else NARROW_KV),
         "kv_scales": traits.kv_scales,
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    return first_of(reasons)
 
 
 def _traits(runner, layer: RadixAttention, sinks: torch.dtype | None) -> LayerTraits:
@@ -178,14 +179,15 @@ def _sinks(runner) -> torch.dtype | None:
 def is_scaled(layer: RadixAttention) -> bool:
     """Say whether K or V is multiplied when it is read: FP8 weights bring scales of 1 for a KV
     cache that is not FP8."""
-    return any(scale is not None and value != 1.0 for scale, value in _scales(layer))
+    return any(value != 1.0 for value in _scales(layer))
 
 
 def has_unknown_scales(layer: RadixAttention) -> bool:
     """Say whether KV is divided by a scale that readers on the host do not see: models set it so
     from --quantization-param-path."""
-    return any(scale is not None and value is None for scale, value in _scales(layer))
+    return None in _scales(layer)
 
 
-def _scales(layer: RadixAttention) -> tuple:
-    return ((layer.k_scale, layer.k_scale_float), (layer.v_scale, layer.v_scale_float))
+def _scales(layer: RadixAttention) -> list[float | None]:
+    both = (layer.k_scale, layer.k_scale_float), (layer.v_scale, layer.v_scale_float)
+    return [on_host for scale, on_host in both if scale is not None]

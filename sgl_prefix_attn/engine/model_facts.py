@@ -11,6 +11,7 @@ from sgl_prefix_attn.engine.layer_groups import (
     has_unknown_scales,
     is_scaled,
 )
+from sgl_prefix_attn.engine.reasons import first_of
 from sgl_prefix_attn.execute.backends.choice import why_no_backend
 from sgl_prefix_attn.records import HeadConfig
 from sgl_prefix_attn.step.policy import PLAN_US
@@ -51,15 +52,15 @@ def unsupported_model(runner) -> str | None:
     """Say why no step of this model can run the prefix kernels, or None."""
     pool, groups = _pool_name(_full_pool(runner.token_to_kv_pool)), layer_groups.read(runner)
     latent = groups.planned is not None and groups.planned.traits.latent
-    reasons = {
-        groups.problem: True,
-        _untried_with_drafts(runner): True,
-        unsupported_server(runner.server_args): True,
-        f"kv_pool:{pool}": pool != ("MLATokenToKVPool" if latent else "MHATokenToKVPool"),
-        _unread_tree(runner): True,
-        speculative(runner.server_args): True,  # the last: without another, chains are verified
-    }
-    return next((reason for reason, holds in reasons.items() if holds and reason), None)
+    readable = pool == ("MLATokenToKVPool" if latent else "MHATokenToKVPool")
+    return (
+        groups.problem
+        or _untried_with_drafts(runner)
+        or unsupported_server(runner.server_args)
+        or (None if readable else f"kv_pool:{pool}")
+        or _unread_tree(runner)
+        or speculative(runner.server_args)  # the last: without another, chains are verified
+    )
 
 
 def _unread_tree(runner) -> str | None:
@@ -122,12 +123,11 @@ def _untried_with_drafts(runner) -> str | None:
     if speculative(runner.server_args) is None:
         return None
     groups, pool = layer_groups.read(runner), runner.token_to_kv_pool
-    reasons = {
-        groups.left_out: True,
-        f"kv_pool:{_pool_name(pool)}": _full_pool(pool) is not pool,
-        "layers:sinks": groups.planned is not None and groups.planned.traits.sinks is not None,
-    }
-    return next((reason for reason, holds in reasons.items() if holds and reason), None)
+    if groups.left_out is not None:
+        return groups.left_out
+    if _full_pool(pool) is not pool:
+        return f"kv_pool:{_pool_name(pool)}"
+    return "layers:sinks" if sinks_dtype(runner) is not None else None
 
 
 def _full_pool(pool):
@@ -197,4 +197,4 @@ def unsupported_server(server_args) -> str | None:
         # Never tried: the launches of a plan would be traced.
         "torch_compile": given.enable_torch_compile,
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    return first_of(reasons)

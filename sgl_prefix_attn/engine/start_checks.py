@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 from sgl_prefix_attn.engine import determinism, sglang_config
 from sgl_prefix_attn.engine.cpu import platform
+from sgl_prefix_attn.engine.reasons import first_of
 from sgl_prefix_attn.settings import BACKEND_NAME, Settings
 
 logger = logging.getLogger(__name__)
@@ -118,7 +119,7 @@ def raise_if_unsupported(model_config) -> None:
             "SarvamMLAForCausalLM" in architectures
         ),
     }
-    why_not = next((reason for reason, holds in reasons.items() if holds), None)
+    why_not = first_of(reasons)
     if why_not is not None:
         raise ValueError(
             f"--attention-backend {BACKEND_NAME}: {architectures} {why_not}. "

@@ -43,35 +43,24 @@ class Release:
     python: tuple[int, int] = (3, 10)
 
 
-def _two_trees(version: str) -> Release:
-    hooks = (
-        *_EVERYWHERE,
-        "keep_prefill_post_init",
-        "model_arguments_method",
-        "remaps",
-        "unified_remaps",
-    )
-    return Release(version, hooks)
-
-
-def _unified_by_node(version: str) -> Release:
-    hooks = (*_EVERYWHERE, "keep_prefill", "model_arguments", "unified_remaps")
-    return Release(version, hooks)
-
-
-def _unified_by_path(version: str) -> Release:
-    hooks = (*_EVERYWHERE, "keep_prefill", "model_arguments", "checkpoint_remaps")
-    return Release(version, hooks, python=(3, 11))
-
+_TWO_TREES = (
+    *_EVERYWHERE,
+    "keep_prefill_post_init",
+    "model_arguments_method",
+    "remaps",
+    "unified_remaps",
+)
+_BY_NODE = (*_EVERYWHERE, "keep_prefill", "model_arguments", "unified_remaps")
+_BY_PATH = (*_EVERYWHERE, "keep_prefill", "model_arguments", "checkpoint_remaps")
 
 RELEASES = (
-    _two_trees("0.5.17"),
-    _two_trees("0.5.18"),
-    _unified_by_node("0.5.19"),
-    _unified_by_node("0.5.20"),
-    _unified_by_node("0.5.21"),
-    _unified_by_path("0.5.22"),
-    _unified_by_path("0.5.23"),
+    Release("0.5.17", _TWO_TREES),
+    Release("0.5.18", _TWO_TREES),
+    Release("0.5.19", _BY_NODE),
+    Release("0.5.20", _BY_NODE),
+    Release("0.5.21", _BY_NODE),
+    Release("0.5.22", _BY_PATH, python=(3, 11)),
+    Release("0.5.23", _BY_PATH, python=(3, 11)),
 )
 SUPPORTED = f"{RELEASES[0].version} to {RELEASES[-1].version}"
 

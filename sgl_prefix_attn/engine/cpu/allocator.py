@@ -37,9 +37,12 @@ class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
         page, then pages from the front of the free list, in request order.
         """
         prefix, seq = prefix_lens_cpu.long(), seq_lens_cpu.long()
-        pages = self._take(prefix, seq)
-        if pages is None:
+        count = get_num_new_pages(seq_lens=seq, page_size=self.page_size, prefix_lens=prefix)
+        if self.need_sort and count > len(self.free_pages):
+            self.merge_and_sort_free()
+        if count > len(self.free_pages):
             return None
+        pages, self.free_pages = self.free_pages[:count], self.free_pages[count:]
         slots = torch.empty(extend_num_tokens, dtype=torch.int64)
         last = last_loc.long()
         alloc_extend_naive(prefix, seq, last, pages, slots, self.page_size, self.device)
@@ -47,20 +50,5 @@ class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
 
     def alloc_decode(self, seq_lens, seq_lens_cpu, last_loc):
         """Return the slot of token seq_lens[i] - 1, or None; last_loc[i] is the one before."""
-        token = seq_lens_cpu.long() - 1
-        pages = self._take(token, token + 1)
-        if pages is None:
-            return None
-        slots = last_loc.long() + 1
-        slots[token % self.page_size == 0] = pages * self.page_size
-        return slots
-
-    def _take(self, prefix, seq):
-        """Take the pages off the free list that requests open as they grow; None: too few."""
-        count = get_num_new_pages(seq_lens=seq, page_size=self.page_size, prefix_lens=prefix)
-        if self.need_sort and count > len(self.free_pages):
-            self.merge_and_sort_free()
-        if count > len(self.free_pages):
-            return None
-        pages, self.free_pages = self.free_pages[:count], self.free_pages[count:]
-        return pages
+        before, batch = seq_lens_cpu - 1, len(seq_lens_cpu)
+        return self.alloc_extend(None, before, seq_lens, seq_lens_cpu, last_loc, batch)
