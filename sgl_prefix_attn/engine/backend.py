@@ -120,15 +120,13 @@ class PrefixAttnBackend(AttentionBackend):
 
     def observe(self, forward_batch, schedule_batch) -> None:
         """Decide and plan the step that SGLang is about to run (after ForwardBatch.init_new)."""
-        self.decode.reset()
-        reqs = schedule_batch.reqs
         if self.extends is not None:
-            problem = self.variants.problem(len(reqs))
+            problem = self.variants.problem(len(schedule_batch.reqs))
             self.extends.observe(forward_batch, schedule_batch, problem)
         table = self.req_to_token_pool.req_to_token
-        step = decode_step(self._steps, forward_batch, schedule_batch, table, self._only_stock)
-        if step is not None:
-            self.decode.observe(step, len(reqs))
+        self.decode.observe(
+            decode_step(self._steps, forward_batch, schedule_batch, table, self._only_stock)
+        )
 
     @property
     def needs_cpu_seq_lens(self) -> bool:
@@ -216,14 +214,12 @@ class PrefixAttnBackend(AttentionBackend):
             self._steps.lifetime.invalidate("capture")
             if lane is not None:
                 lane.capture(with_plan=self.variants.capturing)
+        stock: AttentionBackend | None = self._stock_of(forward_batch)
         if lane is not None and lane.active is not None:
             lane.load(forward_batch)
-            if self._beside is not None:
-                self._beside.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
-        else:
-            self._stock_of(forward_batch).init_forward_metadata_out_graph(
-                forward_batch, in_capture=in_capture
-            )
+            stock = self._beside
+        if stock is not None:
+            stock.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch) -> None:
         lane = self._lane_of(forward_batch.forward_mode)

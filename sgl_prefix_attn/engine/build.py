@@ -55,8 +55,8 @@ def build(runner, heads: HeadConfig, settings: Settings, fallback: str) -> Execu
     not fit the device's memory; RuntimeError where they are wanted and fail their self-test;
     NoKernels where they fail it and there are no others for such heads.
     """
-    _check_headroom(settings.headroom, runner.req_to_token_pool.size, torch.device(runner.device))
     device = torch.device(runner.device)
+    _check_headroom(settings.headroom, runner.req_to_token_pool.size, device)
     why_not = why_no_hopper(device, heads, runner.dtype, runner.kv_cache_dtype)
     no_portable = capabilities_on(device).why_not(heads, runner.dtype, runner.kv_cache_dtype)
     family = choose_family(settings.kernels, settings.strategy, why_not, no_portable)
@@ -74,7 +74,26 @@ def build(runner, heads: HeadConfig, settings: Settings, fallback: str) -> Execu
                 raise NoKernels(family.why_not)
     logger.info("--attention-backend prefix: prefix steps run %s", family)
     calibration = _calibration(runner, heads, family.name, fallback)
-    return _execution(runner, heads, settings, family.name, calibration)
+    part_tokens = determinism.part_tokens(runner.server_args)
+    backend = new_backend(
+        family.name, device, heads, runner.dtype, pdl=True, part_tokens=part_tokens
+    )
+    requests = runner.req_to_token_pool.size
+    capacity = backend.server_capacity(
+        requests, runner.max_total_num_tokens, settings.headroom, runner.model_config.context_len
+    )
+    check_workspace(
+        backend.workspace_bytes(capacity), runner, f"{requests} requests", "--max-running-requests"
+    )
+    planner = backend.planner(
+        rates_of(family.name, heads)() if calibration is None else calibration.kernel_rates,
+        strategy=settings.strategy,
+        headroom=settings.headroom,
+        capacity=capacity,
+    )
+    planner.warm_up()
+    predictor = None if calibration is None else Predictor(calibration)
+    return Execution(planner, PlanExecutor(backend, capacity), predictor)
 
 
 def self_test_verdict(runner, heads: HeadConfig, again: bool) -> Verdict:
@@ -108,31 +127,6 @@ def self_test_verdict(runner, heads: HeadConfig, again: bool) -> Verdict:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _execution(
-    runner, heads: HeadConfig, settings: Settings, family: str, calibration: Calibration | None
-) -> Execution:
-    device = torch.device(runner.device)
-    part_tokens = determinism.part_tokens(runner.server_args)
-    backend = new_backend(family, device, heads, runner.dtype, pdl=True, part_tokens=part_tokens)
-    capacity = backend.server_capacity(
-        runner.req_to_token_pool.size, runner.max_total_num_tokens, settings.headroom,
-        runner.model_config.context_len,
-    )  # fmt: skip
-    check_workspace(
-        backend.workspace_bytes(capacity), runner, f"{runner.req_to_token_pool.size} requests",
-        "--max-running-requests",
-    )  # fmt: skip
-    planner = backend.planner(
-        rates_of(family, heads)() if calibration is None else calibration.kernel_rates,
-        strategy=settings.strategy,
-        headroom=settings.headroom,
-        capacity=capacity,
-    )
-    planner.warm_up()
-    predictor = None if calibration is None else Predictor(calibration)
-    return Execution(planner, PlanExecutor(backend, capacity), predictor)
 
 
 def _check_headroom(headroom: int, max_batch: int, device: torch.device) -> None:

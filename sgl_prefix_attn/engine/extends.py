@@ -156,21 +156,18 @@ class Extends:
 
         graph_problem  why a decode graph of its size has no prefix variant, or None
         """
-        self.lane.reset()
         self._verifies = forward_batch.forward_mode.is_target_verify()
+        step = None
         if self._kinds.verify if self._verifies else self._kinds.prefill:
-            found = prepared(
+            step = prepared(
                 _KIND,
                 lambda: self._prepare(forward_batch, schedule_batch, graph_problem),
                 self.only_stock,
             )
-            if found is not None:
-                self.lane.observe(*found)
+        self.lane.observe(step)
 
-    def _prepare(
-        self, forward_batch, schedule_batch, graph_problem: str | None
-    ) -> tuple[Step, int] | None:
-        """Return what is decided about a batch, and its rows of q; None where nothing is."""
+    def _prepare(self, forward_batch, schedule_batch, graph_problem: str | None) -> Step | None:
+        """Return what is decided about a batch, None where nothing is."""
         if self._verifies and self._preparer.pass_over() is not None:
             return None
         try:
@@ -182,8 +179,7 @@ class Extends:
             return None
         batch, query_lens, against = found
         against = against or (graph_problem if self._verifies else self._no_prompts)
-        step = self._preparer.prepare(batch, query_lens, against, self._verifies)
-        return step, int(query_lens.sum())
+        return self._preparer.prepare(batch, query_lens, against, self._verifies)
 
     def held_by_a_graph(self) -> None:
         """Note that SGLang runs the observed batch in a prefill graph that holds attention itself:

@@ -66,7 +66,6 @@ class Lane:
         self._counters = counters
         self._only_stock = only_stock
         self._capture = Step(Decision(PREFIX, "capture"), padding_plan(execution.planner))
-        self._rows = [0, 0]  # of q that the observed and the active batch have
         self._graph_out: Any = None
 
     @property
@@ -88,14 +87,15 @@ class Lane:
         """Forget the batch before: none is observed."""
         self.observed = self.active = None
 
-    def observe(self, step: Step, rows: int) -> None:
-        """Take what was decided about the next batch, of so many rows of q."""
-        self.observed, self._rows[0] = (step if step.is_prefix else None), rows
+    def observe(self, step: Step | None) -> None:
+        """Take what was decided about the next batch, None where nothing was."""
+        self.reset()
+        if step is not None and step.is_prefix:
+            self.observed = step
 
     def take(self) -> None:
         """Make the observed batch the active one; each is used once."""
         self.active, self.observed = self.observed, None
-        self._rows[1] = self._rows[0]
 
     def init_graphs(self, max_rows: int) -> None:
         """Make room for the graphs of up to so many rows that are about to be captured."""
@@ -133,14 +133,14 @@ class Lane:
 
     def load(self, forward_batch) -> None:
         """Load the active batch's plan where it has a new one."""
-        plan: Any = self.active and self.active.new_plan
-        if plan is not None:
+        step = self.active
+        if step is not None and step.new_plan is not None:
             table = self._runner.req_to_token_pool.req_to_token
-            self.executor.load(plan, table, forward_batch.req_pool_indices)
+            self.executor.load(step.new_plan, table, forward_batch.req_pool_indices)
             if self._graph_out is not None:
                 # what a larger batch left there need not be finite; a plan that is loaded for a
                 # step without a graph may serve later ones from graphs
-                self._graph_out[self._rows[1] :] = 0
+                self._graph_out[step.rows :] = 0
 
     def append(self, forward_batch) -> None:
         """Let the loaded plan grow by the batch's newest tokens."""
@@ -179,7 +179,7 @@ class Lane:
         # Gemma 3 has another dimension before its rows.
         row = layer.tp_q_head_num, layer.head_dim if rest is None else layer.v_head_dim
         rows = q.reshape(-1, *row)
-        out = self._output(rows)
+        out = self._output(rows, self.active)
         try:
             self.executor.run(
                 LayerParams(
@@ -255,11 +255,11 @@ class Lane:
             options = {name: x for name, x in options.items() if name not in _LATENT_OPTIONS}
         return min((name for name, value in options.items() if value is not None), default=None)
 
-    def _output(self, q: torch.Tensor) -> torch.Tensor:
+    def _output(self, q: torch.Tensor, step: Step) -> torch.Tensor:
         """Return a layer's output [rows, Hq, Dv], whose padding rows hold finite numbers."""
         if self.is_captured:
             # One for all layers of a graph: a layer's is consumed before the next writes it.
             return self._graph_out[: len(q)]
         out = q.new_empty(*q.shape[:2], self._heads.value_dim)
-        out[self._rows[1] :] = 0
+        out[step.rows :] = 0
         return out

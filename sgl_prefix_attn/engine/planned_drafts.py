@@ -96,9 +96,9 @@ class PlannedDrafts:
         self._steps.lengths_jumped(seq_lens)
         batch = RunningBatch(reqs, schedule_batch.tree_cache, seq_lens, pool.req_to_token, is_exact)
         step = prepared("a round of drafts", lambda: self._steps.prepare(batch), self._only_stock)
+        self.lane.observe(step)
         if step is not None:
             self.counters.draft(step.decision)
-            self.lane.observe(step, len(reqs))
 
     @property
     def needs_cpu_seq_lens(self) -> bool:

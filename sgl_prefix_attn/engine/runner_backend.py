@@ -1,11 +1,12 @@
 """Finds our backend in a ModelRunner, behind the wrappers that SGLang puts around it.
 
 The hooks load this at plugin registration, and call it in every server, also of other backends:
-nothing of SGLang or of ours is imported before prefix attention is asked for.
+nothing of SGLang, or of ours that imports it, is imported before prefix attention is asked for.
 """
 
 import sys
 
+from sgl_prefix_attn.engine import sglang_config
 from sgl_prefix_attn.settings import BACKEND_NAME
 
 # SGLang's wrappers that are seen through, and what of them decodes full attention. By exact class:
@@ -79,11 +80,8 @@ def planned_drafts(draft_runner, topk: int, stock):
 
     stock  None where SGLang drafts without decode steps
     """
-    from sgl_prefix_attn.engine import sglang_config
-
-    if stock is None or BACKEND_NAME not in sglang_config.attention_backends(
-        draft_runner.server_args
-    ):
+    args = draft_runner.server_args
+    if stock is None or BACKEND_NAME not in sglang_config.attention_backends(args):
         return stock  # a server of other backends need not have our variables right
     from sgl_prefix_attn.engine.build_drafts import plan_drafts
 

@@ -5,6 +5,7 @@ expanded prompts, and whether queries and keys come in one piece; DSA asks wheth
 expanded. Ours takes either, and what runs stock batches, or the whole model, is SGLang's own.
 """
 
+from sgl_prefix_attn.engine import sglang_config
 from sgl_prefix_attn.engine.runner_backend import find_backend
 from sgl_prefix_attn.settings import BACKEND_NAME
 
@@ -21,7 +22,7 @@ def unpaired(runner, backends):
         return backends
     import msgspec
 
-    own = _own_name(runner)
+    own = sglang_config.default_backend(runner.server_args)
     if pair.prefill_attention_backend_str != own:
         return backends  # another was asked for
     for name in _NAMES:
@@ -37,7 +38,7 @@ def name_stock(runner, backend) -> None:
         return
     for name in _NAMES:
         if getattr(backend, name) == BACKEND_NAME:
-            own = _own_name(runner)
+            own = sglang_config.default_backend(runner.server_args)
             setattr(backend, name, own)
             for child in getattr(backend, "children", ()):
                 setattr(child, name, own)
@@ -46,8 +47,6 @@ def name_stock(runner, backend) -> None:
 def name_drafts(factory, backend) -> None:
     """Name the backend that a DraftBackendFactory made, and those of its steps, as what they are,
     where SGLang leaves that out (until 0.5.18): models would take them for ours."""
-    from sgl_prefix_attn.engine import sglang_config
-
     asked = factory.draft_attn_backend  # start_checks.keep_stock_drafts
     if not asked or BACKEND_NAME not in sglang_config.attention_backends(factory.server_args):
         return
@@ -55,10 +54,3 @@ def name_drafts(factory, backend) -> None:
         for name in _NAMES:
             if one is not None and getattr(one, name, None) is None:
                 setattr(one, name, asked)
-
-
-def _own_name(runner) -> str:
-    # Not at the top: servers of other backends import none of it.
-    from sgl_prefix_attn.engine import sglang_config
-
-    return sglang_config.default_backend(runner.server_args)

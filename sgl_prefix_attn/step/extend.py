@@ -59,7 +59,7 @@ class ExtendPreparer(BatchPreparer):
         if self._deterministic and decision.variant != PREFIX:
             self._say_stock(decision.reason)
         check = plan is not None and self._is_checked()
-        return Step(decision, plan, cross_check=check)
+        return Step(decision, plan, check, int(query_lens.sum()))
 
     def unreadable(self, error: Exception, verifies: bool) -> None:
         """Note that a batch runs stock attention because what it asks could not be told."""

@@ -28,15 +28,17 @@ _UNDECIDED = Decision(STOCK, "no_batch")
 
 
 class Step(NamedTuple):
-    """One decode step.
+    """One batch.
 
     new_plan    to be loaded before the step, None to go on with the loaded one (or for stock)
     cross_check run both backends and compare them (PREFIX_ATTN_CHECK=1)
+    rows        of q that it has, padding apart
     """
 
     decision: Decision
     new_plan: Plan | None = None
     cross_check: bool = False
+    rows: int = 0
 
     @property
     def is_prefix(self) -> bool:
@@ -100,7 +102,7 @@ class StepPreparer(BatchPreparer):
         check = self._is_checked()
         if check:
             self._count.interrupt()
-        return Step(decision, plan, cross_check=check)
+        return Step(decision, plan, check, len(batch.reqs))
 
     def pass_over(self) -> Decision | None:
         """Return the decision for stock kernels of a step that is neither looked at nor counted,
