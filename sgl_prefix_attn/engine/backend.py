@@ -92,11 +92,10 @@ class PrefixAttnBackend(AttentionBackend):
             setattr(self, CHUNKS, getattr(self._stock_extend, CHUNKS))
         self.decode = Lane(runner, heads, built, counters, "a decode step", self._only_stock)
         # A target model that verifies never decodes, but its other batches may run plans.
-        self._model_problem = model_facts.speculative(runner.server_args)
-        if self._model_problem is not None:
+        problem = model_facts.speculative(runner.server_args)
+        if problem is not None:
             logger.info(
-                "--attention-backend prefix: decode steps run stock attention (%s)",
-                self._model_problem,
+                "--attention-backend prefix: decode steps run stock attention (%s)", problem
             )
         deterministic = determinism.is_on(runner.server_args)
         self.variants = GraphVariants(
@@ -112,7 +111,7 @@ class PrefixAttnBackend(AttentionBackend):
             graph_problem=self.variants.problem,
             padded_size=self.variants.padded_size,
             deterministic=deterministic,
-            problem=self._model_problem,
+            problem=problem,
             agree=agreement(),
         )
 
@@ -154,7 +153,7 @@ class PrefixAttnBackend(AttentionBackend):
     @property
     def can_run_prefix(self) -> bool:
         """Whether any decode step of this model can run prefix kernels."""
-        return self._model_problem is None
+        return self._steps.problem is None
 
     def can_capture(self, forward_mode) -> bool:
         """Whether graphs of decode steps, or of a target model's verification, get two variants."""
@@ -292,14 +291,13 @@ class PrefixAttnBackend(AttentionBackend):
 
     def _find_wrapper(self) -> None:
         """Run stock alone behind a wrapper that hides us from all hooks but the one that counts."""
-        if self._model_problem is None and find_backend(self._runner) is not self:
+        if self.can_run_prefix and find_backend(self._runner) is not self:
             wrapper = type(getattr(self._runner, "attn_backend", None)).__name__
             self._only_stock(f"wrapped_backend:{wrapper}")
             self._runner.prefix_attn_steps = self
 
     def _only_stock(self, reason: str) -> None:
         logger.warning("--attention-backend prefix: all steps run stock attention (%s)", reason)
-        self._model_problem = reason
         self._steps.only_stock(reason)
         if self.extends is not None:
             self.extends.only_stock(reason)

@@ -124,7 +124,7 @@ class Extends:
         self._req_to_token = runner.req_to_token_pool.req_to_token
         self._verifies = False  # the observed or active batch is one of a target model's
         self._no_prompts = no_prompts  # why no batch that extends runs a plan, None where it may
-        self._kinds, self.can_verify = kinds, kinds.verify
+        self._kinds = kinds
         execution = Execution(planner, PlanExecutor(backend, capacity), None)
         self.lane = Lane(runner, heads, execution, counters, _KIND, self.only_stock)
         planned = replace(kinds, prefill=kinds.prefill and no_prompts is None)
@@ -139,6 +139,11 @@ class Extends:
             logger.info(
                 "--attention-backend prefix: the draft model runs stock kernels (%s)", why_not
             )
+
+    @property
+    def can_verify(self) -> bool:
+        """Whether any batch that verifies can run a plan."""
+        return self._kinds.verify and self._preparer.problem is None
 
     @property
     def needs_lengths(self) -> bool:
@@ -194,4 +199,3 @@ class Extends:
             "--attention-backend prefix: extend and verify batches run stock attention (%s)", reason
         )
         self._preparer.only_stock(reason)
-        self.can_verify = False

@@ -76,6 +76,11 @@ class LayerGroups(NamedTuple):
         return self.left if self.planned is None else (self.planned, *self.left)
 
     @property
+    def is_latent(self) -> bool:
+        """Whether plans serve layers of latent attention."""
+        return self.planned is not None and self.planned.traits.latent
+
+    @property
     def problem(self) -> str | None:
         """Why no layer can run a plan, as a label of metrics, or None."""
         # SGLang's Transformers backend has layers that are no modules of the model.

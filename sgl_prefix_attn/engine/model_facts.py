@@ -51,8 +51,7 @@ def sinks_dtype(runner) -> torch.dtype | None:
 def unsupported_model(runner) -> str | None:
     """Say why no step of this model can run the prefix kernels, or None."""
     pool, groups = _pool_name(_full_pool(runner.token_to_kv_pool)), layer_groups.read(runner)
-    latent = groups.planned is not None and groups.planned.traits.latent
-    readable = pool == ("MLATokenToKVPool" if latent else "MHATokenToKVPool")
+    readable = pool == ("MLATokenToKVPool" if groups.is_latent else "MHATokenToKVPool")
     return (
         groups.problem
         or _untried_with_drafts(runner)
@@ -105,9 +104,7 @@ def unsupported_prompts(runner) -> str | None:
     Of latent attention SGLang expands most prompts to keys and values of their own, in layers that
     no plan serves; what it leaves absorbed has short cached prefixes.
     """
-    planned = layer_groups.read(runner).planned
-    latent = planned is not None and planned.traits.latent
-    return "layers:expanded_prompts" if latent else None
+    return "layers:expanded_prompts" if layer_groups.read(runner).is_latent else None
 
 
 def keeps_states(runner) -> str | None:

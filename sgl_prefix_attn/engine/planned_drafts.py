@@ -69,7 +69,6 @@ class PlannedDrafts:
             kind="draft steps",
             least_saving_us=least_saving_us(runner, passes=len(stock.attn_backends)),
         )
-        self.can_run_prefix = True
         self.lane = Lane(runner, heads, execution, counters, "a draft step", self._only_stock)
         self._slots: Any = None  # of the tokens that the round drafts
         self.attn_backends = [DraftStep(self, i, x) for i, x in enumerate(stock.attn_backends)]
@@ -85,7 +84,7 @@ class PlannedDrafts:
         if not forward_batch.forward_mode.is_decode():
             return
         pool = self._runner.req_to_token_pool
-        if self.can_run_prefix and schedule_batch.req_to_token_pool is not pool:
+        if self._steps.problem is None and schedule_batch.req_to_token_pool is not pool:
             self._only_stock("draft_cache")  # the tree does not know its slots
         if (decision := self._steps.pass_over()) is not None:
             self.counters.draft(decision)
@@ -113,7 +112,7 @@ class PlannedDrafts:
 
     def can_capture(self, forward_mode) -> bool:
         """Whether graphs of such steps get two variants."""
-        return forward_mode.is_decode() and self.can_run_prefix
+        return forward_mode.is_decode() and self._steps.problem is None
 
     @property
     def graph_is_prefix(self) -> bool:
@@ -173,7 +172,6 @@ class PlannedDrafts:
     def _only_stock(self, reason: str) -> None:
         logger.warning("--attention-backend prefix: draft steps run stock attention (%s)", reason)
         self._steps.only_stock(reason)
-        self.can_run_prefix = False
 
 
 class DraftStep:

@@ -58,7 +58,7 @@ class BatchPreparer:
         self._planner: Any = planner
         self._check_size = check_size
         self._predictor = predictor if settings.policy != PREFIX else None
-        self._problem = problem
+        self.problem = problem
         self._agree = agree
         self._least_saving_us = least_saving_us
         self._deterministic = deterministic
@@ -68,7 +68,7 @@ class BatchPreparer:
 
     def only_stock(self, reason: str) -> None:
         """Let no batch from now on run a plan."""
-        self._problem, self.needs_lengths = reason, False
+        self.problem, self.needs_lengths = reason, False
 
     def _keep(self, decision: Decision) -> None:
         """Spare the next STOCK_STEPS - 1 batches a look after one that gave stock kernels; in check

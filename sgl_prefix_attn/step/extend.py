@@ -81,7 +81,7 @@ class ExtendPreparer(BatchPreparer):
         self, batch: RunningBatch, query_lens: np.ndarray, against: str | None
     ) -> Decision | None:
         """Decide without a look at the tree, where that can be."""
-        against = self._problem or unsupported_tree(batch.tree_cache) or against
+        against = self.problem or unsupported_tree(batch.tree_cache) or against
         if against is None and self._predictor and query_lens.mean() >= self._planner.tile_queries:
             against = "full_tiles"  # each request fills tiles alone; planning them takes longest
         if against is None and self.settings.policy != STOCK:

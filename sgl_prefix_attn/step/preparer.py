@@ -128,11 +128,11 @@ class StepPreparer(BatchPreparer):
         """Return what is known without reading the batch, and the decision that it makes."""
         graph = self._graph_problem(len(batch.reqs))
         has_beams = len(batch.seq_lens) != len(batch.reqs)
-        key = (type(batch.tree_cache), self.settings.policy, self._problem, graph, has_beams)
+        key = (type(batch.tree_cache), self.settings.policy, self.problem, graph, has_beams)
         if key not in self._known:
             facts = BatchFacts(
                 policy=self.settings.policy,
-                model=self._problem,
+                model=self.problem,
                 # A beam has a row and KV slots of its own, which no request or node tells of.
                 tree="beam_search" if has_beams else unsupported_tree(batch.tree_cache),
                 graph=graph,
