@@ -85,12 +85,12 @@ class PrefixAttnBackend(AttentionBackend):
         kinds = PlannedKinds.of(runner.server_args, settings)
         self.extends: Extends | None = None
         if kinds.any:
-            self.extends = Extends(runner, heads, settings, counters, built, kinds)
+            self.extends = Extends(runner, settings, counters, built, kinds)
         self._stock_extend = self._stock_verify = self.stock
         self._take_up_stock_extend(kinds)
         if hasattr(self._stock_extend, CHUNKS):
             setattr(self, CHUNKS, getattr(self._stock_extend, CHUNKS))
-        self.decode = Lane(runner, heads, built, counters, "a decode step", self._only_stock)
+        self.decode = Lane(runner, built, counters, "a decode step", self._only_stock)
         # A target model that verifies never decodes, but its other batches may run plans.
         problem = model_facts.speculative(runner.server_args)
         if problem is not None:

@@ -35,17 +35,16 @@ def plan_drafts(runner, topk: int, stock):
         return stock
     if (why_not := why_stock(runner, topk, settings)) is not None:
         return _left_alone(stock, why_not)
-    heads = model_facts.head_config(runner)
     settings = replace(settings, dump="")  # dumps are of decisions about the target model
     # The plan of a round holds its first step's tokens, and grows by those of the others.
     of_a_round = replace(settings, headroom=len(stock.attn_backends) - 1)
     try:
-        execution = build(runner, heads, of_a_round, FLASHINFER)
+        execution = build(runner, model_facts.head_config(runner), of_a_round, FLASHINFER)
     except NoKernels as none:
         return _left_alone(stock, str(none))
     counters = counters_of(runner, model_facts.planned_layers(runner))
     logger.info("--attention-backend prefix: decode steps of the draft model run plans")
-    return PlannedDrafts(runner, stock, heads, execution, settings, counters)
+    return PlannedDrafts(runner, stock, execution, settings, counters)
 
 
 def why_stock(runner, topk: int, settings: Settings) -> str | None:

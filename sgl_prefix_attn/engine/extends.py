@@ -18,7 +18,6 @@ from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.params import Capacity
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.predict.prefill_time import PrefillTime
-from sgl_prefix_attn.records import HeadConfig
 from sgl_prefix_attn.settings import BACKEND_NAME, Settings
 from sgl_prefix_attn.step.extend import ExtendPreparer
 from sgl_prefix_attn.step.preparer import Step
@@ -92,7 +91,6 @@ class Extends:
     def __init__(
         self,
         runner,
-        heads: HeadConfig,
         settings: Settings,
         counters: StepCounters,
         decode: Execution,
@@ -115,7 +113,7 @@ class Extends:
             planner,
             capacity.check,
             counters,
-            predictor=decode.predictor and PrefillTime(heads, decode.predictor.source),
+            predictor=decode.predictor and PrefillTime(backend.heads, decode.predictor.source),
             problem=problem,
             least_saving_us=model_facts.least_saving_us(runner),
             agree=agreement(),
@@ -126,7 +124,7 @@ class Extends:
         self._no_prompts = no_prompts  # why no batch that extends runs a plan, None where it may
         self._kinds = kinds
         execution = Execution(planner, PlanExecutor(backend, capacity), None)
-        self.lane = Lane(runner, heads, execution, counters, _KIND, self.only_stock)
+        self.lane = Lane(runner, execution, counters, _KIND, self.only_stock)
         planned = replace(kinds, prefill=kinds.prefill and no_prompts is None)
         if planned.any:
             logger.info(

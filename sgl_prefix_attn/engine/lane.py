@@ -23,7 +23,7 @@ from sgl_prefix_attn.engine.build import Execution, padding_plan
 from sgl_prefix_attn.engine.cross_check import check_layer
 from sgl_prefix_attn.execute.params import LayerParams
 from sgl_prefix_attn.metrics.counters import StepCounters
-from sgl_prefix_attn.records import PREFIX, Decision, HeadConfig
+from sgl_prefix_attn.records import PREFIX, Decision
 from sgl_prefix_attn.step.preparer import Step
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,6 @@ class Lane:
     def __init__(
         self,
         runner,
-        heads: HeadConfig,
         execution: Execution,
         counters: StepCounters,
         kind: str,
@@ -61,7 +60,7 @@ class Lane:
         self.executor = execution.executor
         self.observed: Step | None = None
         self.active: Step | None = None
-        self._runner, self._heads, self._kind = runner, heads, kind
+        self._runner, self._heads, self._kind = runner, execution.planner.heads, kind
         self._sinks = model_facts.sinks_dtype(runner)
         self._counters = counters
         self._only_stock = only_stock

@@ -25,7 +25,6 @@ from sgl_prefix_attn.engine.model_facts import least_saving_us
 from sgl_prefix_attn.engine.ranks import agreement, prepared
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.paths.tree_reader import RunningBatch
-from sgl_prefix_attn.records import HeadConfig
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.step.preparer import StepPreparer
 
@@ -44,7 +43,6 @@ class PlannedDrafts:
         self,
         runner,
         stock,
-        heads: HeadConfig,
         execution: Execution,
         settings: Settings,
         counters: StepCounters,
@@ -69,7 +67,7 @@ class PlannedDrafts:
             kind="draft steps",
             least_saving_us=least_saving_us(runner, passes=len(stock.attn_backends)),
         )
-        self.lane = Lane(runner, heads, execution, counters, "a draft step", self._only_stock)
+        self.lane = Lane(runner, execution, counters, "a draft step", self._only_stock)
         self._slots: Any = None  # of the tokens that the round drafts
         self.attn_backends = [DraftStep(self, i, x) for i, x in enumerate(stock.attn_backends)]
 
