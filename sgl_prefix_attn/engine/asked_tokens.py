@@ -1,32 +1,21 @@
 """What a batch asks of a plan, told on the host: lengths, and whether its drafts are chains."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from sgl_prefix_attn.engine.ranks import prepared
 from sgl_prefix_attn.paths.tree_reader import RunningBatch
 from sgl_prefix_attn.step.preparer import Step, StepPreparer
 
 
-def decode_step(
-    steps: StepPreparer,
-    forward_batch,
-    schedule_batch,
-    req_to_token,
-    only_stock: Callable[[str], None],
-) -> Step | None:
-    """Prepare a batch that decodes, and count it; None for any other, and as prepared()."""
+def decode_step(steps: StepPreparer, forward_batch, schedule_batch, req_to_token) -> Step | None:
+    """Prepare a batch that decodes, and count it; None for any other."""
     if not forward_batch.forward_mode.is_decode() or forward_batch.seq_lens_cpu is None:
         steps.interrupt()
         return None
-
-    def prepare() -> Step:
-        lens = forward_batch.seq_lens_cpu.numpy()
-        reqs, tree = schedule_batch.reqs, schedule_batch.tree_cache
-        return steps.prepare(RunningBatch(reqs, tree, lens, req_to_token))
-
-    return prepared("a decode step", prepare, only_stock)
+    lens = forward_batch.seq_lens_cpu.numpy()
+    reqs, tree = schedule_batch.reqs, schedule_batch.tree_cache
+    return steps.prepare(RunningBatch(reqs, tree, lens, req_to_token))
 
 
 def committed(forward_batch, reqs: Sequence) -> tuple[np.ndarray, bool]:

@@ -26,7 +26,7 @@ from sgl_prefix_attn.engine import (
 from sgl_prefix_attn.engine.asked_tokens import decode_step
 from sgl_prefix_attn.engine.build import build
 from sgl_prefix_attn.engine.counters_of import counters_of
-from sgl_prefix_attn.engine.extends import Extends, PlannedKinds
+from sgl_prefix_attn.engine.extends import Extends
 from sgl_prefix_attn.engine.fallback import create_stock
 from sgl_prefix_attn.engine.graph_variants import GraphVariants
 from sgl_prefix_attn.engine.lane import Lane
@@ -50,7 +50,7 @@ class PrefixAttnBackend(AttentionBackend):
     can run plans (stock_alone.why_stock_alone).
 
     decode   the lane of decode steps, all stock where the target model verifies and never decodes
-    extends  of batches with several tokens a request, None where all of them are stock
+    extends  of batches with several tokens a request
     """
 
     def __init__(self, runner, settings: Settings):
@@ -82,12 +82,9 @@ class PrefixAttnBackend(AttentionBackend):
             logger.info(
                 "--attention-backend prefix: stock attention serves %s: %s", group, group.reason
             )
-        kinds = PlannedKinds.of(runner.server_args, settings)
-        self.extends: Extends | None = None
-        if kinds.any:
-            self.extends = Extends(runner, settings, counters, built, kinds)
+        self.extends = Extends(runner, settings, counters, built)
         self._stock_extend = self._stock_verify = self.stock
-        self._take_up_stock_extend(kinds)
+        self._take_up_stock_extend()
         if hasattr(self._stock_extend, CHUNKS):
             setattr(self, CHUNKS, getattr(self._stock_extend, CHUNKS))
         self.decode = Lane(runner, built, counters, "a decode step", self._only_stock)
@@ -119,20 +116,16 @@ class PrefixAttnBackend(AttentionBackend):
 
     def observe(self, forward_batch, schedule_batch) -> None:
         """Decide and plan the step that SGLang is about to run (after ForwardBatch.init_new)."""
-        if self.extends is not None:
-            problem = self.variants.problem(len(schedule_batch.reqs))
-            self.extends.observe(forward_batch, schedule_batch, problem)
+        problem = self.variants.problem(len(schedule_batch.reqs))
+        self.extends.observe(forward_batch, schedule_batch, problem)
         table = self.req_to_token_pool.req_to_token
-        self.decode.observe(
-            decode_step(self._steps, forward_batch, schedule_batch, table, self._only_stock)
-        )
+        self.decode.observe(lambda: decode_step(self._steps, forward_batch, schedule_batch, table))
 
     @property
     def needs_cpu_seq_lens(self) -> bool:
         """Whether the host must know the lengths of the next batch of drafts that is verified here:
         it makes the plan, if one is likely to run, and some stock backends need them."""
-        plans = self.extends is not None and self.extends.needs_lengths
-        return plans or self._stock_verify.needs_cpu_seq_lens
+        return self.extends.needs_lengths or self._stock_verify.needs_cpu_seq_lens
 
     @property
     def verify_mask(self):
@@ -148,7 +141,7 @@ class PrefixAttnBackend(AttentionBackend):
     @property
     def needs_eager_step(self) -> bool:
         """Whether the observed step must not replay a graph."""
-        return any(lane.needs_eager_step for lane in self._lanes())
+        return self.decode.needs_eager_step or self.extends.lane.needs_eager_step
 
     @property
     def can_run_prefix(self) -> bool:
@@ -158,7 +151,7 @@ class PrefixAttnBackend(AttentionBackend):
     def can_capture(self, forward_mode) -> bool:
         """Whether graphs of decode steps, or of a target model's verification, get two variants."""
         if forward_mode.is_target_verify():
-            return self.extends is not None and self.extends.can_verify
+            return self.extends.can_verify
         return forward_mode.is_decode() and self.can_run_prefix
 
     @property
@@ -167,8 +160,7 @@ class PrefixAttnBackend(AttentionBackend):
 
         SGLang asks before out_graph, about the observed step, and after it, about the active one.
         """
-        verifies = self.extends is not None and self.extends.graph_is_prefix
-        return verifies or self.decode.is_prefix
+        return self.extends.graph_is_prefix or self.decode.is_prefix
 
     # --- SGLang's metadata contract --------------------------------------------------------------
 
@@ -180,8 +172,10 @@ class PrefixAttnBackend(AttentionBackend):
         if self._beside is not None and (most := min(max_bs, self.variants.max_bs)):
             # Its tables are as wide as the model's context: no more rows than its graphs have.
             self._beside.init_cuda_graph_state(most, min(max_num_tokens, most))
-        for lane in self._lanes():
-            lane.init_graphs(max_num_tokens)
+        if self.can_run_prefix:
+            self.decode.init_graphs(max_num_tokens)
+        if self.extends.can_verify:
+            self.extends.lane.init_graphs(max_num_tokens)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return self.stock.get_cuda_graph_seq_len_fill_value()
@@ -194,11 +188,8 @@ class PrefixAttnBackend(AttentionBackend):
         """Eager entry point."""
         self._find_wrapper()
         lane, stock = self._take(forward_batch), self._stock_of(forward_batch)
-        if lane is None:
-            stock.init_forward_metadata(forward_batch)
-        else:
-            beside = self._beside is not None
-            lane.begin(forward_batch, stock, appends=lane is self.decode, beside=beside)
+        beside = self._beside is not None
+        lane.begin(forward_batch, stock, appends=lane is self.decode, beside=beside)
 
     def init_forward_metadata_out_graph(self, forward_batch, in_capture: bool = False) -> None:
         """Prepare the capture or replay of a graph.
@@ -206,15 +197,14 @@ class PrefixAttnBackend(AttentionBackend):
         A stock graph keeps pointers into what the stock backend makes here for its capture, once a
         size: the capture of the prefix graph must not come this way.
         """
-        if self.extends is not None and not forward_batch.forward_mode.is_target_verify():
+        if not forward_batch.forward_mode.is_target_verify():
             self.extends.held_by_a_graph()
         lane = self._take(forward_batch)
         if in_capture:
             self._steps.lifetime.invalidate("capture")
-            if lane is not None:
-                lane.capture(with_plan=self.variants.capturing)
+            lane.capture(with_plan=self.variants.capturing)
         stock: AttentionBackend | None = self._stock_of(forward_batch)
-        if lane is not None and lane.active is not None:
+        if lane.active is not None:
             lane.load(forward_batch)
             stock = self._beside
         if stock is not None:
@@ -222,7 +212,7 @@ class PrefixAttnBackend(AttentionBackend):
 
     def init_forward_metadata_in_graph(self, forward_batch) -> None:
         lane = self._lane_of(forward_batch.forward_mode)
-        if lane is None or lane.active is None:
+        if lane.active is None:
             self._stock_of(forward_batch).init_forward_metadata_in_graph(forward_batch)
         elif lane is self.decode:
             lane.append(forward_batch)  # plans of several tokens a request do not grow
@@ -236,7 +226,7 @@ class PrefixAttnBackend(AttentionBackend):
         lane, stock = self._lane_of(forward_batch.forward_mode), self._stock_of(forward_batch)
         # prompts expanded from latent KV are attended to in layers of the same ids
         dims = layer.qk_head_dim, layer.v_head_dim
-        if lane is None or layer.layer_id in self._stock_layers or dims != self._dims:
+        if layer.layer_id in self._stock_layers or dims != self._dims:
             return stock.forward(
                 q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
             )
@@ -246,24 +236,16 @@ class PrefixAttnBackend(AttentionBackend):
 
     # --- internals -------------------------------------------------------------------------------
 
-    def _lanes(self) -> list[Lane]:
-        """Those that any batch can run in."""
-        return [self.decode] if self.extends is None else [self.decode, self.extends.lane]
+    def _lane_of(self, mode) -> Lane:
+        return self.decode if mode.is_decode() else self.extends.lane
 
-    def _lane_of(self, mode) -> Lane | None:
-        if mode.is_decode():
-            return self.decode
-        return None if self.extends is None else self.extends.lane
-
-    def _take(self, forward_batch) -> Lane | None:
+    def _take(self, forward_batch) -> Lane:
         """Make the observed batch the active one, and return its lane."""
-        taken = self._lane_of(forward_batch.forward_mode)
-        for lane in self._lanes():
-            if lane is taken:
-                lane.take()
-            else:
-                lane.reset()
-        return taken
+        lane = self._lane_of(forward_batch.forward_mode)
+        other = self.extends.lane if lane is self.decode else self.decode
+        other.reset()
+        lane.take()
+        return lane
 
     def _stock_of(self, forward_batch) -> AttentionBackend:
         """The stock backend of such a batch."""
@@ -274,9 +256,9 @@ class PrefixAttnBackend(AttentionBackend):
             return self._beside
         return self._stock_verify if mode.is_target_verify() else self.stock
 
-    def _take_up_stock_extend(self, kinds: PlannedKinds) -> None:
+    def _take_up_stock_extend(self) -> None:
         """Have batches that FlashInfer extends and verifies slowly run what SGLang would choose."""
-        default = sglang_config.default_backend(self._runner.server_args)
+        kinds, default = self.extends.kinds, sglang_config.default_backend(self._runner.server_args)
         chains = kinds.verify and model_facts.verifies_chains(self._runner.server_args)
         if self.fallback.name != default and (kinds.prefill or chains):
             extending = create_stock(self._runner, default)
@@ -299,5 +281,4 @@ class PrefixAttnBackend(AttentionBackend):
     def _only_stock(self, reason: str) -> None:
         logger.warning("--attention-backend prefix: all steps run stock attention (%s)", reason)
         self._steps.only_stock(reason)
-        if self.extends is not None:
-            self.extends.only_stock(reason)
+        self.extends.only_stock(reason)

@@ -12,7 +12,7 @@ from sgl_prefix_attn.engine import determinism, model_facts, sglang_config
 from sgl_prefix_attn.engine.asked_tokens import asked
 from sgl_prefix_attn.engine.build import Execution, check_workspace
 from sgl_prefix_attn.engine.lane import Lane
-from sgl_prefix_attn.engine.ranks import agreement, prepared
+from sgl_prefix_attn.engine.ranks import agreement
 from sgl_prefix_attn.execute.backends.kernel_backend import KernelBackend
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.params import Capacity
@@ -30,7 +30,6 @@ _MOST_QUERIES = 1 << 14
 # Of the memory that SGLang has left for activations and graphs, what a deterministic server's
 # prompts may take.
 _SHARE = 0.5
-_KIND = "an extend or verify batch"
 
 
 @dataclass(frozen=True)
@@ -81,39 +80,39 @@ def _capacity(runner, backend: KernelBackend) -> Capacity:
     return capacity
 
 
+def _execution(runner, settings: Settings, decode: Execution) -> Execution:
+    backend = decode.executor.backend
+    capacity = _capacity(runner, backend)
+    # rates that are the same on all ranks
+    planner = backend.planner(decode.planner.rates, strategy=settings.strategy, capacity=capacity)
+    planner.warm_up()
+    return Execution(planner, PlanExecutor(backend, capacity), None)
+
+
 class Extends:
     """Observes extend and verify batches, and decides which of them run a plan in their lane.
 
     decode  planner and kernels of decode steps: theirs are the same
-    kinds   those that may run plans by the settings and by what SGLang runs them with
     """
 
-    def __init__(
-        self,
-        runner,
-        settings: Settings,
-        counters: StepCounters,
-        decode: Execution,
-        kinds: PlannedKinds,
-    ):
-        args, backend = runner.server_args, decode.executor.backend
-        no_prompts = model_facts.unsupported_prompts(runner)
+    def __init__(self, runner, settings: Settings, counters: StepCounters, decode: Execution):
+        args, execution = runner.server_args, decode
+        self.kinds = kinds = PlannedKinds.of(args, settings)
         problem = model_facts.unsupported_extend(runner)
-        determinism.raise_if_prompts_are_stock(
-            args, no_prompts or problem or model_facts.keeps_states(runner)
-        )
-        capacity = _capacity(runner, backend)
-        # rates that are the same on all ranks
-        planner = backend.planner(
-            decode.planner.rates, strategy=settings.strategy, capacity=capacity
-        )
-        planner.warm_up()
+        self._no_prompts = model_facts.unsupported_prompts(runner)  # against batches that extend
+        if kinds.any:
+            determinism.raise_if_prompts_are_stock(
+                args, self._no_prompts or problem or model_facts.keeps_states(runner)
+            )
+            execution = _execution(runner, settings, decode)
+            _log(kinds, self._no_prompts, model_facts.no_draft_steps(args))
+        times = decode.predictor and PrefillTime(decode.planner.heads, decode.predictor.source)
         self._preparer = ExtendPreparer(
             settings,
-            planner,
-            capacity.check,
+            execution.planner,
+            execution.executor.capacity.check,
             counters,
-            predictor=decode.predictor and PrefillTime(backend.heads, decode.predictor.source),
+            predictor=times,
             problem=problem,
             least_saving_us=model_facts.least_saving_us(runner),
             agree=agreement(),
@@ -121,27 +120,12 @@ class Extends:
         )
         self._req_to_token = runner.req_to_token_pool.req_to_token
         self._verifies = False  # the observed or active batch is one of a target model's
-        self._no_prompts = no_prompts  # why no batch that extends runs a plan, None where it may
-        self._kinds = kinds
-        execution = Execution(planner, PlanExecutor(backend, capacity), None)
-        self.lane = Lane(runner, execution, counters, _KIND, self.only_stock)
-        planned = replace(kinds, prefill=kinds.prefill and no_prompts is None)
-        if planned.any:
-            logger.info(
-                "--attention-backend prefix: plans serve %s batches of shared prefixes", planned
-            )
-        if planned != kinds:
-            logger.info("--attention-backend prefix: prompts run stock attention (%s)", no_prompts)
-        why_not = model_facts.no_draft_steps(args)
-        if why_not is not None:
-            logger.info(
-                "--attention-backend prefix: the draft model runs stock kernels (%s)", why_not
-            )
+        self.lane = Lane(runner, execution, counters, "an extend or verify batch", self.only_stock)
 
     @property
     def can_verify(self) -> bool:
         """Whether any batch that verifies can run a plan."""
-        return self._kinds.verify and self._preparer.problem is None
+        return self.kinds.verify and self._preparer.problem is None
 
     @property
     def needs_lengths(self) -> bool:
@@ -160,17 +144,12 @@ class Extends:
         graph_problem  why a decode graph of its size has no prefix variant, or None
         """
         self._verifies = forward_batch.forward_mode.is_target_verify()
-        step = None
-        if self._kinds.verify if self._verifies else self._kinds.prefill:
-            step = prepared(
-                _KIND,
-                lambda: self._prepare(forward_batch, schedule_batch, graph_problem),
-                self.only_stock,
-            )
-        self.lane.observe(step)
+        self.lane.observe(lambda: self._prepare(forward_batch, schedule_batch, graph_problem))
 
     def _prepare(self, forward_batch, schedule_batch, graph_problem: str | None) -> Step | None:
         """Return what is decided about a batch, None where nothing is."""
+        if not (self.kinds.verify if self._verifies else self.kinds.prefill):
+            return None
         if self._verifies and self._preparer.pass_over() is not None:
             return None
         try:
@@ -193,7 +172,24 @@ class Extends:
 
     def only_stock(self, reason: str) -> None:
         """Let no batch from now on run a plan."""
-        logger.warning(
-            "--attention-backend prefix: extend and verify batches run stock attention (%s)", reason
-        )
+        if self.kinds.any:
+            logger.warning(
+                "--attention-backend prefix: extend and verify batches run stock attention (%s)",
+                reason,
+            )
         self._preparer.only_stock(reason)
+
+
+def _log(kinds: PlannedKinds, no_prompts: str | None, no_drafts: str | None) -> None:
+    """Log which kinds run plans, and why prompts and draft steps do not."""
+    planned = replace(kinds, prefill=kinds.prefill and no_prompts is None)
+    if planned.any:
+        logger.info(
+            "--attention-backend prefix: plans serve %s batches of shared prefixes", planned
+        )
+    if planned != kinds:
+        logger.info("--attention-backend prefix: prompts run stock attention (%s)", no_prompts)
+    if no_drafts is not None:
+        logger.info(
+            "--attention-backend prefix: the draft model runs stock kernels (%s)", no_drafts
+        )

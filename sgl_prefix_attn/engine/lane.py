@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sgl_prefix_attn.engine import model_facts, sglang_config
 from sgl_prefix_attn.engine.build import Execution, padding_plan
 from sgl_prefix_attn.engine.cross_check import check_layer
+from sgl_prefix_attn.engine.ranks import prepared
 from sgl_prefix_attn.execute.params import LayerParams
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.records import PREFIX, Decision
@@ -86,11 +87,14 @@ class Lane:
         """Forget the batch before: none is observed."""
         self.observed = self.active = None
 
-    def observe(self, step: Step | None) -> None:
-        """Take what was decided about the next batch, None where nothing was."""
+    def observe(self, prepare: Callable[[], Step | None]) -> Step | None:
+        """Take what prepare() decides about the next batch, None where nothing is, and return it;
+        as ranks.prepared()."""
         self.reset()
+        step = prepared(self._kind, prepare, self._only_stock)
         if step is not None and step.is_prefix:
             self.observed = step
+        return step
 
     def take(self) -> None:
         """Make the observed batch the active one; each is used once."""

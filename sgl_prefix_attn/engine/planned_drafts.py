@@ -22,7 +22,7 @@ from sgl_prefix_attn.engine.build import Execution
 from sgl_prefix_attn.engine.graph_variants import GraphVariants
 from sgl_prefix_attn.engine.lane import Lane, Stock
 from sgl_prefix_attn.engine.model_facts import least_saving_us
-from sgl_prefix_attn.engine.ranks import agreement, prepared
+from sgl_prefix_attn.engine.ranks import agreement
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.paths.tree_reader import RunningBatch
 from sgl_prefix_attn.settings import Settings
@@ -92,8 +92,7 @@ class PlannedDrafts:
         seq_lens = lens + 1  # with the first step's token
         self._steps.lengths_jumped(seq_lens)
         batch = RunningBatch(reqs, schedule_batch.tree_cache, seq_lens, pool.req_to_token, is_exact)
-        step = prepared("a round of drafts", lambda: self._steps.prepare(batch), self._only_stock)
-        self.lane.observe(step)
+        step = self.lane.observe(lambda: self._steps.prepare(batch))
         if step is not None:
             self.counters.draft(step.decision)
 

@@ -15,6 +15,7 @@ from sgl_prefix_attn.engine.counters_of import counters_of
 from sgl_prefix_attn.engine.extends import PlannedKinds
 from sgl_prefix_attn.engine.fallback import create_stock
 from sgl_prefix_attn.engine.layer_groups import attention_layers
+from sgl_prefix_attn.engine.ranks import prepared
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.settings import BACKEND_NAME, Settings
 from sgl_prefix_attn.step.preparer import StepPreparer
@@ -67,7 +68,11 @@ class StockSteps:
     def observe(self, forward_batch, schedule_batch) -> None:
         """Count the step that SGLang is about to run (after ForwardBatch.init_new)."""
         if self._counts:
-            decode_step(self._steps, forward_batch, schedule_batch, self._req_to_token, self._stop)
+            prepared(
+                "a decode step",
+                lambda: decode_step(self._steps, forward_batch, schedule_batch, self._req_to_token),
+                self._stop,
+            )
 
     def _stop(self, reason: str) -> None:
         logger.warning("decode steps are no longer counted (%s)", reason)

@@ -187,7 +187,7 @@ class Server:
         self.backend = PrefixAttnBackend(runner, settings)
         if self.backend.can_run_prefix:
             self._trace_prefix_kernels(self.backend.decode.executor)
-        if self.backend.extends is not None:
+        if self.backend.extends.kinds.any:
             self._trace_prefix_kernels(self.backend.extends.lane.executor)
         runner.attn_backend = self.backend
         self.runner = runner

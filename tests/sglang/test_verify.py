@@ -130,7 +130,7 @@ def test_drafts_that_are_no_chains_are_stock(server, change):
 def test_where_prefill_verifies_and_is_another_nothing_is_built(monkeypatch):
     monkeypatch.setitem(PLAIN_SERVER, "speculative_algorithm", "EAGLE")
     server = Server(monkeypatch)
-    assert server.backend.extends is None and not server.backend.can_capture(VERIFY)
+    assert not server.backend.extends.kinds.any and not server.backend.can_capture(VERIFY)
 
 
 @pytest.fixture

@@ -164,7 +164,7 @@ class Kit:
             for buffer in (*pool.k_buffer, *pool.v_buffer):
                 buffer.fill_(math.nan)
             self._note_kernels(backend.decode.executor, "run", "prefix")
-        if backend.extends is not None:
+        if backend.extends.kinds.any:
             self._note_kernels(backend.extends.lane.executor, "run", "prefix")
         for stock in {backend.stock, backend._stock_extend, backend._stock_verify}:
             self._note_stock_kernels(stock)
