@@ -24,7 +24,7 @@ def add_parser(commands) -> None:
         metavar="TRACE",
         help="JSON lines or a JSON list (Mooncake's, Bailian's, ShareGPT's, SGLang's custom data, "
         "OpenAI's batches, chats, or prompt and output_length), or a server's log with "
-        "--log-requests; also of gzip or Zstandard",
+        "--log-requests; also of gzip",
     )
     parser.add_argument(
         "--block-size",

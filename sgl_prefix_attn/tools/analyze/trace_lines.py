@@ -62,11 +62,6 @@ def parse(line: bytes | Any, options: Options = DEFAULTS) -> Request:
         raise ValueError(f"no JSON: {error}") from None
 
 
-def is_request(row: Row) -> bool:
-    """Tell whether a JSON object has a field that a format is told by."""
-    return any(row.get(field) is not None for field in _READERS)
-
-
 def _parse_row(row: Any, options: Options) -> Request:
     if not isinstance(row, dict):
         raise ValueError("no JSON object")
