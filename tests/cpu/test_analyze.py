@@ -451,7 +451,6 @@ def test_the_command(many, capsys):
         (["--gpu", "A100", "--kernels", "hopper"], "cannot run here (compute:8.0)"),
         (["--kv-tokens", "1000"], "no request fits a pool of 1,000"),
         (["--heads", "8/0"], "num_kv_heads must be a positive integer, got 0"),
-        (["--rate", "1e-310"], "--rate 1e-310: 64 requests would take inf s to come"),
     ],
 )
 def test_what_cannot_be_analyzed_is_said(arguments, message, many, capsys):
@@ -505,10 +504,9 @@ def test_the_block_size_and_the_time_unit_are_taken(tmp_path, capsys):
     assert main.main(["analyze", str(file)]) == 0
     said = capsys.readouterr().out
     assert "11 requests over 0 s" in said and "16 tokens behind a hash id" in said
-    assert "--time-unit seconds" in said
     assert main.main(["analyze", str(file), "--time-unit", "seconds", "--block-size", "31"]) == 0
     said = capsys.readouterr().out
-    assert "11 requests over 10 s" in said and "hash id" not in said and "suspicious" not in said
+    assert "11 requests over 10 s" in said and "hash id" not in said
     assert main.main(["analyze", str(file), "--block-size", "512"]) == 2
     assert "no request has such hash_ids" in capsys.readouterr().err
 

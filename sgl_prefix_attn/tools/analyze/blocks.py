@@ -14,9 +14,8 @@ AGREE = 0.9  # of them must have as many hash ids as the size makes
 
 @cached_njit
 def block_names(content, per_block, prompt, block_tokens):
-    """Name a prompt's blocks, uint64 [...], from `per_block` numbers each; a last one that holds
-    fewer tokens has a name of its own. At most as many as the prompt has, at least those that
-    content fills."""
+    """Name a prompt's blocks, uint64 [...], from `per_block` numbers each, as far as content goes;
+    a last one that holds fewer tokens has a name of its own."""
     most = -(-prompt // block_tokens)
     size = min(most, -(-content.size // per_block))
     names = np.empty(size, np.uint64)
@@ -47,12 +46,6 @@ def name_hash_ids(blocks, rows, block_tokens):
         blocks[row.first : end] = block_names(blocks[row.first : end], 1, row.prompt, block_tokens)
 
 
-def fit(prompt: np.ndarray, count: np.ndarray, block_tokens) -> np.ndarray:
-    """Tell which prompts have as many blocks as they need, or fill: bool, broadcast."""
-    filled, rest = np.divmod(prompt, block_tokens)
-    return (count == filled) | (count == filled + (rest > 0))
-
-
 def inferred_block_tokens(prompt: np.ndarray, count: np.ndarray) -> int:
     """Return the tokens of a block with which prompts int [n] have so many hash ids int [n]: of
     sizes that fit equally well the smallest power of two, else the smallest.
@@ -62,13 +55,11 @@ def inferred_block_tokens(prompt: np.ndarray, count: np.ndarray) -> int:
     longest = np.argsort(count, kind="stable")[-ASKED:]
     prompt, count = prompt[longest].astype(np.int64), count[longest]
     sizes = np.arange(1, LARGEST + 1)
-    # As many as the prompt needs, which is what all known traces have; else, as many as it fills.
-    for given in (-(-prompt // sizes[:, None]), prompt // sizes[:, None]):
-        agreeing = (given == count).mean(axis=1)
-        if agreeing.max() >= AGREE:
-            best = sizes[agreeing == agreeing.max()]
-            powers = best[best & (best - 1) == 0]
-            return int((powers if powers.size else best)[0])
+    agreeing = (-(-prompt // sizes[:, None]) == count).mean(axis=1)
+    if agreeing.max() >= AGREE:
+        best = sizes[agreeing == agreeing.max()]
+        powers = best[best & (best - 1) == 0]
+        return int((powers if powers.size else best)[0])
     ratio = prompt.sum() / max(1, count.sum())
     raise ValueError(
         f"how many tokens are behind a hash id cannot be told: {ratio:,.1f} on average, but no "

@@ -10,12 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sgl_prefix_attn.tools.analyze.blocks import (
-    block_names,
-    fit,
-    inferred_block_tokens,
-    name_hash_ids,
-)
+from sgl_prefix_attn.tools.analyze.blocks import block_names, inferred_block_tokens, name_hash_ids
 
 BLOCK = 32  # tokens of a prompt that are compared at once
 LATEST = 1e12  # seconds: a float64 still tells milliseconds apart
@@ -89,18 +84,9 @@ class Trace(NamedTuple):
 
     def at_rate(self, rate: float) -> Trace:
         """Let `rate` requests come in a second, on average: as unevenly as in the trace, or evenly
-        where they all come at once. Raises ValueError for a rate at which the last would never
-        come."""
-        span = float(self.arrival[-1])
-        wanted = (self.size - 1) / rate
-        if wanted >= LATEST:
-            raise ValueError(
-                f"--rate {rate:g}: {self.size:,} requests would take {wanted:.1e} s to come, more "
-                f"than {LATEST:.0e}"
-            )
-        stretch = wanted / span if span > 0 else math.inf
-        if math.isfinite(stretch):
-            return self._replace(arrival=self.arrival * stretch)
+        where they all come at once."""
+        if span := self.arrival[-1]:
+            return self._replace(arrival=self.arrival * ((self.size - 1) / rate / span))
         return self._replace(arrival=np.arange(self.size) / rate, has_arrivals=True)
 
 
@@ -162,7 +148,7 @@ class TraceBuilder:
                     f"{block_tokens:,} tokens behind a hash id, as input_length / len(hash_ids) "
                     "says (--block-size)"
                 )
-            fitting = fit(rows["prompt"], rows["num_blocks"], block_tokens)
+            fitting = -(-rows["prompt"] // block_tokens) == rows["num_blocks"]
             rows = _kept(rows, fitting, f"whose hash_ids do not fit {block_tokens:,} tokens", notes)
             if not rows.size:
                 raise ValueError(f"--block-size {block_tokens}: no request has such hash_ids")

@@ -11,8 +11,6 @@ from sgl_prefix_attn.tools.analyze.trace import Trace, TraceBuilder
 from sgl_prefix_attn.tools.analyze.trace_lines import DEFAULTS, Options
 
 SHOWN = 5  # bad lines that are told with their number and what is wrong with them
-# From so many requests on, a mean gap below or above these seconds rather has another unit.
-SUSPECTED, SHORTEST, LONGEST = 10, 0.01, 120.0
 
 
 class Reading(NamedTuple):
@@ -69,18 +67,4 @@ def read(lines: Iterable[bytes], options: Options = DEFAULTS) -> Reading:
             f"{cut:,} prompts are logged in part: more may be shared than is said here "
             "(--log-requests-level 3 logs all)"
         )
-    if not is_log and options.time_unit is None:
-        notes += _suspicions(trace)
     return Reading(trace, bad, tuple(problems), tuple(notes))
-
-
-def _suspicions(trace: Trace) -> list[str]:
-    gap = float(trace.arrival[-1]) / max(1, trace.size - 1)
-    if trace.size < SUSPECTED or gap == 0 or SHORTEST <= gap <= LONGEST:
-        return []
-    short, long = (f"{1e3 * gap:,.2g} ms", "seconds"), (f"{gap:,.0f} s", "milliseconds")
-    every, unit = long if gap > LONGEST else short
-    return [
-        f"suspicious: one request every {every} on average; if the times are in {unit}, give "
-        f"--time-unit {unit}"
-    ]
