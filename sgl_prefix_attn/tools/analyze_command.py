@@ -10,9 +10,8 @@ from rich.console import Console
 from sgl_prefix_attn.tools.argument_types import amount, count
 from sgl_prefix_attn.tools.model_heads import add_heads, chosen_heads
 from sgl_prefix_attn.tools.named_gpus import GPUS, add_server, server_on
-from sgl_prefix_attn.tools.output import progress, stage
+from sgl_prefix_attn.tools.output import progress
 
-TINY = b'{"input_length": 2, "output_length": 3, "hash_ids": [1]}'
 TIME_UNITS = {"milliseconds": 1e-3, "seconds": 1.0}
 
 
@@ -89,16 +88,14 @@ def run(args: argparse.Namespace) -> int:
     options = Options(args.words, args.block_size, TIME_UNITS.get(args.time_unit))
     with progress() as bars:
 
-        def simulated(trace, costs, policy: str, task):
+        def simulated(what: str, costs, policy: str):
+            task = bars.add_task(f"simulating {what}", total=trace.size)
             return simulate(
                 trace, costs, model.layers, server.planner, server.predictor, policy,
                 lambda done: bars.update(task, completed=done),
             )  # fmt: skip
 
-        with (
-            stage(bars, f"reading {args.trace}") as task,
-            bars.open(args.trace, "rb", task_id=task) as file,
-        ):
+        with bars.open(args.trace, "rb", description=f"reading {args.trace}") as file:
             try:
                 reading = trace_file.read(decompressed(file), options)
             except ValueError as error:
@@ -106,14 +103,9 @@ def run(args: argparse.Namespace) -> int:
         trace = reading.trace.at_rate(args.rate) if args.rate else reading.trace
         for line in summary.reading_lines(reading, trace):
             console.print(line, markup=False)
-        with stage(bars, "compiling the simulation, which numba keeps for the next time") as task:
-            tiny = trace_file.read([TINY, TINY]).trace
-            simulated(tiny, costs._replace(kv_tokens=64), "prefix", task)
-        with stage(bars, "simulating FlashInfer", trace.size) as task:
-            stock_costs = model_costs.prefilled_by_flashinfer(costs, gpu)
-            stock = simulated(trace, stock_costs, "stock", task)
-        with stage(bars, "simulating the plugin", trace.size) as task:
-            prefix = simulated(trace, costs, "auto", task)
+        stock_costs = model_costs.prefilled_by_flashinfer(costs, gpu)
+        stock = simulated("FlashInfer", stock_costs, "stock")
+        prefix = simulated("the plugin", costs, "auto")
     findings = Findings(stock, prefix, float(trace.arrival[-1]))
     console.print(
         f"simulated: {gpu.name}, {model.layers} layers with {heads.num_qo_heads}/"

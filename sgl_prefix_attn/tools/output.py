@@ -1,16 +1,14 @@
-"""Where the commands print tables, and what they say while they work."""
+"""Where the commands print tables, and what they show while they work."""
 
 import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from threading import Timer
 
 from rich.console import Console
-from rich.progress import Progress, TaskID
+from rich.progress import Progress
 
 UNFOLDED = 1000  # columns
-LONG_S = 3.0  # what takes longer says so
 
 
 def table_console(most: int = UNFOLDED) -> Console:
@@ -28,26 +26,8 @@ def progress() -> Progress:
 
 
 @contextlib.contextmanager
-def stage(bars: Progress, what: str, total: float | None = None) -> Iterator[TaskID]:
-    """Give what is done in it a bar; where nobody watches one, a line if it takes longer than
-    LONG_S."""
-
-    def say() -> None:
-        print(f"{what} ...", file=sys.stderr, flush=True)
-
-    timer = Timer(LONG_S, say if bars.disable else lambda: None)
-    timer.daemon = True  # an interrupted command does not wait for it
-    timer.start()
-    task = bars.add_task(what, total=total)
-    try:
-        yield task
-    finally:
-        timer.cancel()
-        bars.remove_task(task)
-
-
-@contextlib.contextmanager
 def busy(what: str) -> Iterator[None]:
-    """Say on stderr what is being done in it, as stage() does."""
-    with progress() as bars, stage(bars, what):
+    """Show what is being done in it."""
+    with progress() as bars:
+        bars.add_task(what, total=None)
         yield

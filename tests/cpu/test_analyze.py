@@ -511,28 +511,6 @@ def test_the_block_size_and_the_time_unit_are_taken(tmp_path, capsys):
     assert "no request has such hash_ids" in capsys.readouterr().err
 
 
-def test_what_takes_long_is_said(monkeypatch, many, capsys):
-    class Elapsed:
-        """A timer whose time is over as soon as it starts."""
-
-        def __init__(self, seconds, say):
-            self.start = say
-            assert seconds == 3
-
-        def cancel(self):
-            pass
-
-    monkeypatch.setattr("sgl_prefix_attn.tools.output.Timer", Elapsed)
-    assert main.main(["analyze", str(many)]) == 0
-    said = capsys.readouterr().err.splitlines()
-    assert said == [
-        f"reading {many} ...",
-        "compiling the simulation, which numba keeps for the next time ...",
-        "simulating FlashInfer ...",
-        "simulating the plugin ...",
-    ]
-
-
 def test_the_rate_that_is_simulated_is_said(tmp_path, capsys):
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(b'{"prompt": [1, 2, 3], "output_length": 4}\n' * 11)
