@@ -14,20 +14,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sgl_prefix_attn.records import FA3, FLASHINFER, HeadConfig
 from sgl_prefix_attn.tools.argument_types import count
-from sgl_prefix_attn.tools.exit_status import FAILED, INTERRUPTED, USAGE
+from sgl_prefix_attn.tools.exit_status import FAILED
 from sgl_prefix_attn.tools.model_heads import add_heads, chosen_heads
 from sgl_prefix_attn.tools.named_gpus import add_kernels, family_on
 
 if TYPE_CHECKING:
     from sgl_prefix_attn.predict.record import CalibrationKey
+    from sgl_prefix_attn.tools.calibrate.samples import Task
 
 POOL_TOKENS = 450_000
 _POOL_STEP = 50_000  # free memory varies a little: an interrupted run must find the same pool again
 _MEMORY_SHARE = 0.4
-_ROOM = 1 << 20  # bytes, several times what a calibration and its samples take
 
 
-class Unusable(Exception):
+class Unusable(ValueError):
     """Wrong arguments, or a machine that cannot be calibrated; the message says what to do."""
 
 
@@ -64,41 +64,20 @@ def add_parser(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return the exit status: 0; 1 when measuring failed, 2 when it could not start or not write,
-    130 when interrupted."""
-    console = Console(soft_wrap=True, highlight=False)
-    try:
-        calibrate(args, console)
-        return 0
-    except Unusable as error:
-        problem, status = str(error), USAGE
-    except (RuntimeError, ValueError) as error:
-        problem, status = str(error), FAILED
-    except BrokenPipeError:
-        raise
-    except OSError as error:  # the disk is full, say
-        kept = "batches measured before are kept: the same command goes on from there"
-        problem, status = f"{error}; {kept}", USAGE
-    except KeyboardInterrupt:
-        problem, status = "interrupted: the same command goes on where it stopped", INTERRUPTED
-    print(f"sgl-prefix-attn calibrate: {problem}", file=sys.stderr)
-    return status
-
-
-def calibrate(args: argparse.Namespace, console: Console) -> None:
-    try:
-        _, heads = chosen_heads(args, takes_latent=True)
-        kv_dtype = _kv_dtype(args, heads)
-        gpu = find_gpu((args.fallback,))
-        family = family_on(gpu.capability, heads, args.dtype, args.kernels, kv_dtype=kv_dtype)
-    except ValueError as error:
-        raise Unusable(str(error)) from None
+    """Return exit status 0, FAILED when measuring or the fit failed. Raises ValueError where it
+    cannot start, OSError where it cannot write."""
     # Not before: these import torch and numba.
     from sgl_prefix_attn.predict import store
+    from sgl_prefix_attn.predict.codec import CalibrationError
     from sgl_prefix_attn.predict.record import CalibrationKey
-    from sgl_prefix_attn.tools.calibrate import procedure, report
+    from sgl_prefix_attn.tools.calibrate import procedure
     from sgl_prefix_attn.tools.calibrate.samples import Task
-    from sgl_prefix_attn.tools.calibrate.writing import save
+    from sgl_prefix_attn.tools.calibrate.writing import try_folder, writing
+
+    _, heads = chosen_heads(args, takes_latent=True)
+    kv_dtype = _kv_dtype(args, heads)
+    gpu = find_gpu((args.fallback,))
+    family = family_on(gpu.capability, heads, args.dtype, args.kernels, kv_dtype=kv_dtype)
 
     if args.batches < procedure.MIN_SAMPLES:
         raise Unusable(f"--batches must be at least {procedure.MIN_SAMPLES}, got {args.batches}")
@@ -121,17 +100,35 @@ def calibrate(args: argparse.Namespace, console: Console) -> None:
                 "here and for the server, or name a file with --out"
             )
         path = folder / store.file_name(key)
-    samples_path = path.with_suffix(".samples.jsonl")
-    try_writing(path, samples_path)
+    if path.is_dir():
+        raise Unusable(f"--out: {path} is a folder")
+    with writing(path):
+        try_folder(path)
+    console = Console(soft_wrap=True, highlight=False)
     console.print(f"{gpu.name}, {heads}, KV of {kv_dtype}, pages of {args.page_size}")
     console.print(f"stock: SGLang's {args.fallback}; prefix: {family}")
+    try:
+        calibrate(task, path, args.fresh, console)
+    except (RuntimeError, CalibrationError) as error:
+        print(f"sgl-prefix-attn calibrate: {error}", file=sys.stderr)
+        return FAILED
+    return 0
+
+
+def calibrate(task: Task, path: Path, fresh: bool, console: Console) -> None:
+    """Measure, fit and write; raises RuntimeError or CalibrationError where one of the first two
+    fails."""
+    from sgl_prefix_attn.tools.calibrate import procedure, report
+    from sgl_prefix_attn.tools.calibrate.writing import save
+
+    samples_path = path.with_suffix(".samples.jsonl")
     with progress_bar(console) as progress:
         bar = progress.add_task("measuring", total=task.count)
         procedure.measure(
             task,
             samples_path,
-            lambda: new_meter(key, task.pool_tokens),
-            fresh=args.fresh,
+            lambda: new_meter(task.key, task.pool_tokens),
+            fresh=fresh,
             say=console.print,
             progress=lambda done: progress.update(bar, completed=done),
         )
@@ -187,23 +184,6 @@ def find_gpu(fallbacks: Sequence[str]) -> Gpu:
         free_bytes=torch.cuda.mem_get_info(0)[0],
         capability=torch.cuda.get_device_capability(0),
     )
-
-
-def try_writing(path: Path, samples_path: Path) -> None:
-    """Try, before minutes of measuring, that both files can be written. Raises Unusable."""
-    from sgl_prefix_attn.tools.calibrate.writing import try_folder
-
-    if path.is_dir():
-        raise Unusable(f"cannot write {path}: it is a folder, --out must name a file")
-    try:
-        try_folder(path, _ROOM)
-        if samples_path.exists():
-            samples_path.open("ab").close()
-    except OSError as error:
-        raise Unusable(
-            f"cannot write {path}: {error}; name another file with --out, or another cache folder "
-            "with XDG_CACHE_HOME, here and for the server"
-        ) from None
 
 
 def new_meter(key: CalibrationKey, most_tokens: int, fallbacks: Sequence[str] | None = None):

@@ -1,11 +1,9 @@
 """`sgl-prefix-attn calibrate`: which heads, what it refuses, and a whole run on a made-up GPU."""
 
 import errno
-import io
 import json
 import os
 import sys
-import tempfile
 from dataclasses import replace
 from unittest.mock import create_autospec
 
@@ -259,19 +257,9 @@ def refused(capsys, *out) -> str:
 
 def test_a_file_that_cannot_be_written_is_refused_before_measuring(gpu, capsys):
     (gpu / "file").touch()
-    for out in (gpu / "file" / "x.json", gpu / "file" / "new" / "x.json", gpu):
-        assert f"cannot write {out}: " in refused(capsys, "--out", out)
-    (gpu / "x.samples.jsonl").mkdir()
-    assert "x.samples.jsonl" in refused(capsys, "--out", gpu / "x.json")
-
-
-def test_a_full_disk_is_refused_before_measuring(gpu, capsys, monkeypatch):
-    class Full(io.BytesIO):
-        write = no_room
-
-    monkeypatch.setattr(tempfile, "TemporaryFile", lambda dir: Full())
-    out = gpu / "here" / "x.json"
-    assert f"cannot write {out}: [Errno 28]" in refused(capsys, "--out", out)
+    for out in (gpu / "file" / "x.json", gpu / "file" / "new" / "x.json"):
+        assert f"{out}: " in refused(capsys, "--out", out)
+    assert f"--out: {gpu} is a folder" in refused(capsys, "--out", gpu)
 
 
 @pytest.mark.slow
@@ -297,13 +285,13 @@ def test_a_disk_that_gets_full_loses_no_batch(gpu, capsys, monkeypatch):
     monkeypatch.setattr(samples, "append", append_ten)
     assert main.main([*COMMAND, "--out", str(path)]) == 2
     text = capsys.readouterr().err
-    assert f"No space left on device: '{samples_path}'" in text and "goes on from there" in text
+    assert f"{samples_path}: No space left on device" in text
     monkeypatch.setattr(samples, "append", append)
     FakeMeter.measured = 0
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", no_room)
         assert main.main([*COMMAND, "--out", str(path)]) == 2
-    assert f"No space left on device: '{path}'" in capsys.readouterr().err
+    assert f"{path}: No space left on device" in capsys.readouterr().err
     assert FakeMeter.measured == 40 and sorted(gpu.iterdir()) == [samples_path]
     assert main.main([*COMMAND, "--out", str(path)]) == 0 and FakeMeter.measured == 40
 
@@ -314,17 +302,7 @@ def test_interrupted(gpu, capsys, monkeypatch):
 
     monkeypatch.setattr(FakeMeter, "measure", interrupt)
     assert main.main(COMMAND) == 130
-    assert "goes on where it stopped" in capsys.readouterr().err
-
-
-def test_a_closed_pipe_is_no_file_that_cannot_be_written(monkeypatch, capsys):
-    def close(*_):
-        raise BrokenPipeError
-
-    monkeypatch.setattr(command, "calibrate", close)
-    with pytest.raises(BrokenPipeError):
-        command.run(main.build_parser().parse_args(COMMAND))
-    assert not capsys.readouterr().err
+    assert "interrupted" in capsys.readouterr().err
 
 
 DEEPSEEK = {

@@ -10,13 +10,11 @@ from sgl_prefix_attn.predict.codec import encode
 from sgl_prefix_attn.predict.record import Calibration
 
 
-def try_folder(path: Path, room: int = 1) -> None:
-    """Make the folder of a file that is written later and try that it takes so many bytes. Raises
-    OSError where it does not."""
+def try_folder(path: Path) -> None:
+    """Make the folder of a file that is written later and try to write there. Raises OSError where
+    that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=path.parent) as file:
-        file.write(bytes(room))
-        file.flush()
+    tempfile.TemporaryFile(dir=path.parent).close()
 
 
 @contextmanager
