@@ -131,13 +131,8 @@ def test_a_request_without_arrival_is_left_out():
     timed = [generic(prompt=[i], arrival=100 * i) for i in range(1, 4)]
     found = read(*timed, generic(prompt=[9]))
     assert found.trace.arrival.tolist() == [0, 100, 200] and found.trace.has_arrivals
-    assert found.notes == ("1 requests without an arrival, left out",)
-
-
-def test_one_arrival_of_many_is_not_used():
-    found = read(generic(prompt=[1], arrival=5), *[generic(prompt=[1])] * 2)
-    assert found.trace.arrival.tolist() == [0, 0, 0] and not found.trace.has_arrivals
-    assert found.notes == ("1 requests have an arrival, which is not used",)
+    why = "it has a prompt without an arrival, the first a prompt and an arrival"
+    assert found.problems == ((4, why),)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +224,10 @@ def test_a_stray_line_of_a_log_makes_no_log_of_a_trace():
         (b'{"prompt": 5, "output_length": 1}', "neither a list"),
         (b'{"prompt": [1]}', "no answer, nor any of output_length"),
         (b'{"prompt": [1], "output_tokens": []}', "output_tokens must be an integer"),
-        (generic(prompt=[1, 2]), "it has a prompt, those before had hash_ids"),
+        (
+            generic(prompt=[1], arrival=1),
+            "has a prompt and an arrival, the first hash_ids and an",
+        ),
         (b"[" * 100_000, "no JSON: depth limit exceeded"),
         (b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "depth limit exceeded"),
         (b'{"body": ' * 500 + b"1" + b"}" * 500, "its body is no request"),
@@ -389,7 +387,6 @@ def test_chats():
     )
     assert found.trace.prompt.tolist() == [72] * 4 and found.trace.output.tolist() == [3, 6, 7, 7]
     assert shared(found.trace, 0, 1) == 2 and shared(found.trace, 0, 2) == 3
-    assert found.notes == ("2 requests have a limit alone, which is taken for the output length",)
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}  # 14 characters
     tools = [{"name": "t" * 115}]  # 128 characters: a block
     with_tools = [chat(message, call, tools=tools) for message in (user, other)]

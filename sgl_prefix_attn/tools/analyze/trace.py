@@ -3,7 +3,6 @@ made of."""
 
 from __future__ import annotations
 
-import math
 from array import array
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,7 +25,6 @@ class Request:
              a hash id for each block, whose size the line does not say
     samples  requests that share the prompt (n > 1)
     is_cut   whether `content` ends before the prompt does
-    is_limit  whether `output` is only the most that it may be
     """
 
     arrival: float | None
@@ -36,7 +34,6 @@ class Request:
     per_token: int | None
     samples: int = 1
     is_cut: bool = False
-    is_limit: bool = False
 
     def __post_init__(self):
         if self.prompt < 1 or self.output < 1:
@@ -52,6 +49,11 @@ class Request:
     def block_tokens(self) -> int | None:
         """Return the tokens that are compared at once, None for those behind a hash id."""
         return None if self.per_token is None else BLOCK
+
+    @property
+    def kind(self) -> str:
+        what = "hash_ids" if self.per_token is None else "a prompt"
+        return f"{what} {'without' if self.arrival is None else 'and'} an arrival"
 
 
 class Trace(NamedTuple):
@@ -105,40 +107,37 @@ class TraceBuilder:
     def __init__(self, hash_tokens: int | None = None):
         self._rows, self._blocks = bytearray(), array("Q")
         self._hash_tokens = hash_tokens
-        self._block_tokens: int | None = None
+        self._first: Request | None = None
 
     @property
     def is_empty(self) -> bool:
-        return not self._rows
+        return self._first is None
 
     def add(self, request: Request) -> None:
-        """Take one more. Raises ValueError for a prompt among hash ids, and the reverse."""
-        if self.is_empty:
-            self._block_tokens = request.block_tokens
-        elif request.block_tokens != self._block_tokens:
-            kinds = ("hash_ids", "a prompt")
-            has, had = kinds if request.per_token is None else reversed(kinds)
-            raise ValueError(f"it has {has}, those before had {had}")
+        """Take one more. Raises ValueError for one of another kind than the first: a prompt, or an
+        arrival, where that has none, and the reverse."""
+        self._first = self._first or request
+        if request.kind != self._first.kind:
+            raise ValueError(f"it has {request.kind}, the first {self._first.kind}")
         blocks = request.content.astype(np.uint64)
         if request.per_token is not None:
             per_block = BLOCK * request.per_token
             if request.is_cut:  # within a block, perhaps
                 blocks = blocks[: blocks.size // per_block * per_block]
             blocks = block_names(blocks, per_block, request.prompt, BLOCK)
-        arrival = math.nan if request.arrival is None else request.arrival
-        row = arrival, len(self._blocks), request.prompt, request.output, blocks.size
+        row = request.arrival or 0.0, len(self._blocks), request.prompt, request.output, blocks.size
         self._rows += request.samples * np.array(row, _ROW).tobytes()
         self._blocks.frombytes(blocks.tobytes())
 
     def finish(self) -> tuple[Trace, list[str]]:
         """Return what was collected, and what there is to know about it: the block size if it was
-        inferred, and how many requests were left out and why. Raises ValueError where none is left,
-        and where no block size can be inferred."""
-        if self.is_empty:
+        inferred, and how many requests do not have it. Raises ValueError where none is left, and
+        where no block size can be inferred."""
+        if self._first is None:
             raise ValueError("it holds no request")
         rows, blocks = np.frombuffer(self._rows, _ROW), np.frombuffer(self._blocks, np.uint64)
         notes: list[str] = []
-        block_tokens = self._block_tokens
+        block_tokens = self._first.block_tokens
         if block_tokens is None:
             block_tokens = self._hash_tokens or inferred_block_tokens(
                 rows["prompt"], rows["num_blocks"]
@@ -149,23 +148,19 @@ class TraceBuilder:
                     "says (--block-size)"
                 )
             fitting = -(-rows["prompt"] // block_tokens) == rows["num_blocks"]
-            rows = _kept(rows, fitting, f"whose hash_ids do not fit {block_tokens:,} tokens", notes)
+            if left_out := int((~fitting).sum()):
+                whose = f"whose hash_ids do not fit {block_tokens:,} tokens"
+                notes.append(f"{left_out:,} requests {whose}, left out")
+            rows = rows[fitting]
             if not rows.size:
                 raise ValueError(f"--block-size {block_tokens}: no request has such hash_ids")
             name_hash_ids(blocks, rows, block_tokens)
         elif self._hash_tokens:
             raise ValueError("--block-size is for hash_ids, and it has prompts")
-        is_timed = ~np.isnan(rows["arrival"])
-        has_arrivals = bool(2 * is_timed.sum() >= is_timed.size)
-        if has_arrivals:
-            rows = _kept(rows, is_timed, "without an arrival", notes)
-            rows = rows[np.argsort(rows["arrival"], kind="stable")]
-        elif is_timed.any():
-            notes.append(f"{is_timed.sum():,} requests have an arrival, which is not used")
-        arrival = rows["arrival"] - rows["arrival"][0] if has_arrivals else np.zeros(rows.size)
+        rows = rows[np.argsort(rows["arrival"], kind="stable")]
         names, numbers = np.unique(blocks, return_inverse=True)
         trace = Trace(
-            arrival=arrival,
+            arrival=rows["arrival"] - rows["arrival"][0],
             prompt=rows["prompt"].copy(),
             output=rows["output"].copy(),
             first=rows["first"].copy(),
@@ -173,13 +168,6 @@ class TraceBuilder:
             blocks=numbers.astype(np.int32),
             distinct_blocks=names.size,
             block_tokens=block_tokens,
-            has_arrivals=has_arrivals,
+            has_arrivals=self._first.arrival is not None,
         )
         return trace, notes
-
-
-def _kept(rows: np.ndarray, kept: np.ndarray, without: str, notes: list[str]) -> np.ndarray:
-    """Those of the rows; `notes` gets how many are left out."""
-    if left_out := int((~kept).sum()):
-        notes.append(f"{left_out:,} requests {without}, left out")
-    return rows[kept]

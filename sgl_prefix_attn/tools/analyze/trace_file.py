@@ -30,7 +30,7 @@ def read(lines: Iterable[bytes], options: Options = DEFAULTS) -> Reading:
     Raises ValueError where no line is a request, with what is wrong with the first.
     """
     builder = TraceBuilder(options.hash_tokens)
-    bad, cut, limits = 0, 0, 0
+    bad, cut = 0, 0
     problems: list[tuple[int, str]] = []
     is_log = False
     for number, line in enumerate(unpacked(lines), 1):
@@ -43,7 +43,6 @@ def read(lines: Iterable[bytes], options: Options = DEFAULTS) -> Reading:
             request = trace_lines.parse(line, options)
             builder.add(request)
             cut += request.is_cut
-            limits += request.is_limit
         except ValueError as error:
             bad += 1
             if len(problems) < SHOWN:
@@ -58,10 +57,6 @@ def read(lines: Iterable[bytes], options: Options = DEFAULTS) -> Reading:
     except ValueError as error:
         first = f"; line {problems[0][0]}: {problems[0][1]}" if problems else ""
         raise ValueError(f"{error}{first}") from None
-    if limits:
-        notes.append(
-            f"{limits:,} requests have a limit alone, which is taken for the output length"
-        )
     if cut:
         notes.append(
             f"{cut:,} prompts are logged in part: more may be shared than is said here "

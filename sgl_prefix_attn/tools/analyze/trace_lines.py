@@ -72,14 +72,12 @@ def _parse_row(row: Any, options: Options) -> Request:
 
 
 def _hashed(row: Row, hash_ids: Any, options: Options) -> Request:
-    output, is_limit = _output(row)
     return Request(
         arrival=_arrival(row, options),
         prompt=_count(row, "input_length"),
-        output=output,
+        output=_output(row),
         content=_integers(hash_ids),
         per_token=None,
-        is_limit=is_limit,
     )
 
 
@@ -131,15 +129,13 @@ def _prompted(row: Row, prompt: Any, options: Options, answer: Any = None) -> Re
     if answer is not None:
         answered, per_answered = _content(answer, options)
         tokens = -(-answered.size // per_answered)
-    output, is_limit = _output(row, tokens)
     return Request(
         arrival=_arrival(row, options),
         prompt=-(-content.size // per_token),
-        output=output,
+        output=_output(row, tokens),
         content=content,
         per_token=per_token,
         samples=_count(row, "n") if row.get("n") is not None else 1,
-        is_limit=is_limit,
     )
 
 
@@ -167,16 +163,16 @@ def _arrival(row: Row, options: Options) -> float | None:
     return None
 
 
-def _output(row: Row, answered: int | None = None) -> tuple[int, bool]:
-    """How many tokens were generated, and whether that is only the most that may be."""
+def _output(row: Row, answered: int | None = None) -> int:
+    """How many tokens were generated, or may be at most where nothing else is said."""
     for name in _OUTPUTS:
         if row.get(name) is not None:
-            return _count(row, name), False
+            return _count(row, name)
     if answered is not None:
-        return answered, False
+        return answered
     for name in _LIMITS:
         if row.get(name) is not None:
-            return _count(row, name), True
+            return _count(row, name)
     raise ValueError(f"it has no answer, nor any of {', '.join((*_OUTPUTS, *_LIMITS))}")
 
 
