@@ -26,11 +26,6 @@ def add_parser(commands) -> None:
         "--log-requests; also of gzip",
     )
     parser.add_argument(
-        "--block-size",
-        type=count,
-        help="prompt tokens behind each hash id (default: as input_length / len(hash_ids) says)",
-    )
-    parser.add_argument(
         "--time-unit",
         choices=TIME_UNITS,
         help="of the trace's times (default: milliseconds for timestamp, seconds for arrival and "
@@ -85,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         kv_tokens=args.kv_tokens,
         step=None if args.step_ms is None else args.step_ms / 1e3,
     )
-    options = Options(args.words, args.block_size, TIME_UNITS.get(args.time_unit))
+    options = Options(args.words, TIME_UNITS.get(args.time_unit))
     with progress() as bars:
 
         def simulated(what: str, costs, policy: str):

@@ -333,23 +333,19 @@ def test_the_block_size_follows_from_lengths_and_hash_ids(block):
     assert trace.block_tokens == block and trace.num_blocks[:2].tolist() == [4, 4]
     assert shared(trace, 0, 1) == 3 and shared(trace, 0, 2) == 2
     assert found.notes[0].startswith(f"{block} tokens behind a hash id, as input_length")
-    assert "--block-size" in found.notes[0] and found.bad == 0
+    assert found.bad == 0
 
 
-def test_a_block_size_that_is_given_holds():
-    rows = [*hashed(64, (640, 3), (600, 3)), mooncake(0, 640, 5, [1, 2])]
-    found = trace_file.read(rows, Options(hash_tokens=64))
-    assert found.trace.block_tokens == 64 and found.trace.size == 2
-    assert found.notes == ("1 requests whose hash_ids do not fit 64 tokens, left out",)
-    with pytest.raises(ValueError, match="--block-size 512: no request has such hash_ids"):
-        trace_file.read(rows[:2], Options(hash_tokens=512))
-    with pytest.raises(ValueError, match="--block-size is for hash_ids, and it has prompts"):
-        trace_file.read([generic(prompt=[1])], Options(hash_tokens=512))
+def test_a_request_with_other_blocks_is_left_out():
+    rows = [*hashed(64, *[(6400 + i, 3) for i in range(20)]), mooncake(0, 640, 5, [1, 2])]
+    found = trace_file.read(rows)
+    assert found.trace.block_tokens == 64 and found.trace.size == 20
+    assert found.notes[1:] == ("1 requests whose hash_ids do not fit 64 tokens, left out",)
 
 
-def test_hash_ids_of_no_size_are_refused_with_the_flag():
+def test_hash_ids_of_no_size_are_refused():
     rows = [mooncake(0, 1000 * n, 5, list(range(n * n))) for n in range(1, 10)]
-    with pytest.raises(ValueError, match="157.9 on average, but no size fits.*--block-size"):
+    with pytest.raises(ValueError, match="157.9 on average, but no size fits"):
         read(*rows)
 
 

@@ -63,5 +63,5 @@ def inferred_block_tokens(prompt: np.ndarray, count: np.ndarray) -> int:
     ratio = prompt.sum() / max(1, count.sum())
     raise ValueError(
         f"how many tokens are behind a hash id cannot be told: {ratio:,.1f} on average, but no "
-        "size fits all prompts; --block-size says it"
+        "size fits all prompts"
     )

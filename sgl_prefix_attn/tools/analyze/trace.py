@@ -104,9 +104,8 @@ class TraceBuilder:
     hash_tokens  tokens behind each hash id, None: as many as fit most prompts
     """
 
-    def __init__(self, hash_tokens: int | None = None):
+    def __init__(self):
         self._rows, self._blocks = bytearray(), array("Q")
-        self._hash_tokens = hash_tokens
         self._first: Request | None = None
 
     @property
@@ -130,33 +129,24 @@ class TraceBuilder:
         self._blocks.frombytes(blocks.tobytes())
 
     def finish(self) -> tuple[Trace, list[str]]:
-        """Return what was collected, and what there is to know about it: the block size if it was
-        inferred, and how many requests do not have it. Raises ValueError where none is left, and
-        where no block size can be inferred."""
+        """Return what was collected, and what there is to know about it: the size of blocks with
+        hash ids, and how many requests do not have it. Raises ValueError where there is no request,
+        and where no such size can be inferred."""
         if self._first is None:
             raise ValueError("it holds no request")
         rows, blocks = np.frombuffer(self._rows, _ROW), np.frombuffer(self._blocks, np.uint64)
         notes: list[str] = []
         block_tokens = self._first.block_tokens
         if block_tokens is None:
-            block_tokens = self._hash_tokens or inferred_block_tokens(
-                rows["prompt"], rows["num_blocks"]
-            )
-            if not self._hash_tokens:
-                notes.append(
-                    f"{block_tokens:,} tokens behind a hash id, as input_length / len(hash_ids) "
-                    "says (--block-size)"
-                )
+            block_tokens = inferred_block_tokens(rows["prompt"], rows["num_blocks"])
+            said = "tokens behind a hash id, as input_length / len(hash_ids) says"
+            notes.append(f"{block_tokens:,} {said}")
             fitting = -(-rows["prompt"] // block_tokens) == rows["num_blocks"]
             if left_out := int((~fitting).sum()):
                 whose = f"whose hash_ids do not fit {block_tokens:,} tokens"
                 notes.append(f"{left_out:,} requests {whose}, left out")
             rows = rows[fitting]
-            if not rows.size:
-                raise ValueError(f"--block-size {block_tokens}: no request has such hash_ids")
             name_hash_ids(blocks, rows, block_tokens)
-        elif self._hash_tokens:
-            raise ValueError("--block-size is for hash_ids, and it has prompts")
         rows = rows[np.argsort(rows["arrival"], kind="stable")]
         names, numbers = np.unique(blocks, return_inverse=True)
         trace = Trace(

@@ -29,7 +29,7 @@ def read(lines: Iterable[bytes], options: Options = DEFAULTS) -> Reading:
 
     Raises ValueError where no line is a request, with what is wrong with the first.
     """
-    builder = TraceBuilder(options.hash_tokens)
+    builder = TraceBuilder()
     bad, cut = 0, 0
     problems: list[tuple[int, str]] = []
     is_log = False

@@ -29,11 +29,9 @@ Row = dict[str, Any]
 
 
 class Options(NamedTuple):
-    """words: of text each is a token; hash_tokens: behind each hash id, None: inferred; time_unit:
-    seconds, None: the format's."""
+    """words: of text each is a token; time_unit: seconds, None: the format's."""
 
     words: bool = False
-    hash_tokens: int | None = None
     time_unit: float | None = None
 
 
