@@ -52,27 +52,18 @@ def run_checks(facts: Facts) -> list[Check]:
 
 def check_python(facts: Facts) -> Verdict:
     version = ".".join(map(str, facts.python))
-    if facts.python < (3, 10):
-        return FAIL, version, "use Python 3.10, 3.11 or 3.12"
     if facts.python > (3, 12):
         return WARN, version, "tested with Python 3.10 to 3.12"
     return OK, version
 
 
 def check_packages(facts: Facts) -> Iterator[Check]:
-    """Check each package; FlashInfer runs most stock steps, so only a GPU machine needs it.
-
-    SGLang's requirements are its CUDA set: without a GPU they are not asked for.
-    """
+    """Check each package; FlashInfer runs most stock steps, so only a GPU machine needs it."""
     for name, version in facts.versions.items():
         if version is None and name == "flashinfer-python" and not facts.gpu:
             yield Check(name, OK, "not installed, not needed without a GPU")
         elif version is None:
             yield Check(name, FAIL, "not installed", "pip install 'sgl-prefix-attn[sglang]'")
-        elif facts.gpu and name in facts.unmet:
-            wanted = name + facts.unmet[name]
-            detail = f"{version}, but SGLang requires {wanted}"
-            yield Check(name, WARN, detail, f"pip install '{wanted}'")
         else:
             yield Check(name, OK, version)
 

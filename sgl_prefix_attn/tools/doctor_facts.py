@@ -5,12 +5,9 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, NamedTuple
-
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 from sgl_prefix_attn.execute.backends.family import PORTABLE, Family, choose_family
 from sgl_prefix_attn.plugin import hooks
@@ -44,7 +41,6 @@ class Facts:
 
     env       the variables of SGLang and the plugin, and CC
     sglang, versions  of SGLang and of PACKAGES; None where one is not installed
-    unmet     of PACKAGES what the installed SGLang requires and these versions do not meet
     plugins   what SGLang would load under our entry point's name
     gpu, arch  the first one's name, "" without any, and (major, minor)
     models    which ones the kernels of the device run
@@ -58,7 +54,6 @@ class Facts:
     env: dict[str, str]
     sglang: str | None
     versions: dict[str, str | None]
-    unmet: dict[str, str] = field(default_factory=dict)
     plugins: tuple[EntryPoint, ...] = ()
     hooks: tuple[Hook, ...] = ()
     gpu: str = ""
@@ -77,7 +72,7 @@ def gather() -> Facts:
     no_hopper = _tried(_no_hopper, str) if gpu else "device:cpu"
     env = {k: v for k, v in os.environ.items() if k == "CC" or k.startswith(_PREFIXES)}
     family = _tried(lambda: chosen_family(env, no_hopper).name, lambda error: PORTABLE)
-    sglang, versions = _version("sglang"), {name: _version(name) for name in PACKAGES}
+    sglang = _version("sglang")
     # of a version that has no row the newest, to say what differs
     row = releases.match(sglang) if sglang else None
     release = row.release if row else releases.RELEASES[-1]
@@ -87,8 +82,7 @@ def gather() -> Facts:
         python=sys.version_info[:2],
         env=env,
         sglang=sglang,
-        versions=versions,
-        unmet=_unmet(versions) if sglang else {},
+        versions={name: _version(name) for name in PACKAGES},
         plugins=tuple(
             EntryPoint(e.value, e.dist.name if e.dist else "?")
             for e in metadata.entry_points(group="sglang.srt.plugins", name=PLUGIN)
@@ -127,18 +121,6 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _unmet(versions: dict[str, str | None]) -> dict[str, str]:
-    """SGLang's requirements of packages in `versions` that these do not meet."""
-    unmet: dict[str, str] = {}
-    for requirement in map(Requirement, metadata.requires("sglang") or ()):
-        name = canonicalize_name(requirement.name)
-        version = versions.get(name)
-        needed = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if version and needed and not requirement.specifier.contains(version, prereleases=True):
-            unmet[name] = str(requirement.specifier)
-    return unmet
 
 
 def _compiler() -> str:

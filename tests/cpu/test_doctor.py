@@ -69,7 +69,6 @@ GONE = Hook("batch_requests", "sglang.a.b", "why", "a.b: no b")
 CPU_GONE = Hook("cpu_last_loc", "sglang.c", "why", "no attribute c")
 WANTED = {"PREFIX_ATTN_KERNELS": "hopper"}
 FAULTS = {
-    "old python": (gpu(python=(3, 9)), "python"),
     "no torch": (gpu(versions=without("torch")), "torch"),
     "no sglang": (gpu(sglang=None), "sglang"),
     "no flashinfer on a GPU": (gpu(versions=without("flashinfer-python")), "flashinfer-python"),
@@ -111,33 +110,6 @@ def test_each_fault_fails_its_check_and_says_what_to_do(name):
 def test_a_local_build_of_sglang_is_the_same_version():
     case = gpu(sglang="0.5.17+cu130")
     assert doctor.works(run_checks(case))
-
-
-def test_on_a_gpu_a_package_that_sglang_does_not_ask_for_is_a_warning():
-    unmet = {"torch": "==2.11.0"}
-    (check,) = (c for c in run_checks(gpu(unmet=unmet)) if c.status != OK)
-    assert (check.name, check.status) == ("torch", WARN)
-    assert check.detail == "1.0, but SGLang requires torch==2.11.0"
-    assert check.fix == "pip install 'torch==2.11.0'"
-    assert {check.status for check in run_checks(cpu(unmet=unmet))} == {OK}
-
-
-def test_requirements_of_the_installed_sglang_are_compared(monkeypatch):
-    installed = {
-        "torch": "2.11.0+cu130",
-        "numba": "0.66.0",
-        "flashinfer-python": "0.6.14",
-        "numpy": "2.3",
-    }
-    asked = [
-        "torch==2.11.0",
-        "flashinfer_python[cu13]==0.6.15.post1",
-        "numba==0.65.1; extra == 'all'",
-        "numpy",
-        "peft>=1",
-    ]
-    monkeypatch.setattr(doctor_facts.metadata, "requires", lambda name: asked)
-    assert doctor_facts._unmet(installed) == {"flashinfer-python": "==0.6.15.post1"}
 
 
 @pytest.fixture
