@@ -103,28 +103,24 @@ class PrometheusExporter:
         self._whose = tuple(whose.values())
         self._metrics = _metrics(registry, tuple(whose))
         self._size = size
-        self._incs: dict = {}  # (name, labels) -> inc of that metric
-        intervals = self._metrics["decode_interval_seconds"]
-        self._observe = {v: intervals.labels(*self._whose, v).observe for v in (PREFIX, STOCK)}
+        self._child = functools.cache(self._labelled)
         self.saved_share = self._child("kv_saved_share").set
         # These are there with 0 from the start, as those without a label.
         for variant in (PREFIX, STOCK):
             self.add("predicted_attention_seconds_total", 0, variant)
+            self._child("decode_interval_seconds", variant)
         for name, _, *own in _COUNTERS:
             if not own:
                 self.add(name, 0)
         self._add_kv(KvTokens(0, 0, 0))
 
-    def _child(self, name: str, *labels: str):
+    def _labelled(self, name: str, *labels: str):
         metric, values = self._metrics[name], (*self._whose, *labels)
         return metric.labels(*values) if values else metric
 
     def add(self, name: str, amount: float, *labels: str) -> None:
         """Increment the counter of that name."""
-        inc = self._incs.get((name, labels))
-        if inc is None:
-            inc = self._incs[name, labels] = self._child(name, *labels).inc
-        inc(amount)
+        self._child(name, *labels).inc(amount)
 
     def fallback(self, name: str, reason: str) -> None:
         """Name the backend that runs stock steps."""
@@ -140,7 +136,7 @@ class PrometheusExporter:
 
     def interval(self, variant: str, seconds: float) -> None:
         """Count the wall-clock time between the starts of two decode steps (StepIntervals)."""
-        self._observe[variant](seconds)
+        self._child("decode_interval_seconds", variant).observe(seconds)
 
     def _add_kv(self, kv_tokens: KvTokens) -> None:
         for kind, tokens in zip(KvTokens._fields, kv_tokens, strict=True):

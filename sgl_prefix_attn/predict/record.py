@@ -81,8 +81,7 @@ class Calibration:
                was
     source     judged | measured | shipped | scaled | conservative, see store.find
 
-    Raises ValueError for coefficients and rates that are missing or out of bounds, and for errors
-    or samples without what they come from.
+    Raises ValueError for coefficients and rates that are missing or out of bounds.
     """
 
     key: CalibrationKey
@@ -104,10 +103,6 @@ class Calibration:
                 raise ValueError(f"stock {name} = {self.stock[name]} not in {low} to {high}")
         if list(self.rates) != [rate.name for rate in fields(KernelRates)]:
             raise ValueError(f"rates: {list(self.rates)} are not this version's")
-        if self.errors and not self.samples:
-            raise ValueError(f"no samples, but errors {self.errors}")
-        if self.samples and self.origin is None:
-            raise ValueError(f"{self.samples} samples without an origin")
 
     @property
     def kernel_rates(self) -> KernelRates:
