@@ -9,9 +9,10 @@ import orjson
 from sgl_prefix_attn.api import argument_checks as checks
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.records import PathTable
-from sgl_prefix_attn.tools.explain.tree import MOST_TOKENS, Tree
+from sgl_prefix_attn.tools.explain.tree import Tree
 
-MOST_REQUESTS = 1_000_000  # and shared nodes: planning takes a minute or two, and some GB
+# Planning a million takes a minute or two, and some GB; KV positions and slots are int32.
+_MOST = {"requests": 1_000_000, "shared nodes": 1_000_000, "unique KV tokens": (1 << 31) - 1}
 
 
 def read_spec(text: str) -> tuple[PathTable, str]:
@@ -25,13 +26,8 @@ def read_spec(text: str) -> tuple[PathTable, str]:
     if "_" not in text:
         raise ValueError(f"{text!r} is neither a file nor a tree such as 1,2,6_1024,512,64")
     tree = Tree.parse(text)
-    try:
-        # before there are arrays of as many
-        _slots_count(tree.unique_tokens)
-        _few_enough(tree.batch_size, "requests")
-        _few_enough(sum(tree.counts[:-1]), "shared nodes")
-    except ValueError as error:
-        raise ValueError(f"tree {text!r}: {error}") from None
+    # before there are arrays of as many
+    _few_enough(tree.batch_size, sum(tree.counts[:-1]), tree.unique_tokens)
     return tree.paths(), ""
 
 
@@ -43,9 +39,8 @@ def read_file(file: Path) -> tuple[PathTable, str]:
         if not isinstance(content, dict):
             raise ValueError("it is no JSON object")
         seq_lens = checks.lengths(content["seq_lens"])
-        _few_enough(seq_lens.size, "requests")
         table = checks.path_table(content["paths"], seq_lens)
-        _slots_count(build_forest(table).unique_tokens)
+        _few_enough(seq_lens.size, table.length.size, build_forest(table).unique_tokens)
         return table, _served(content.get("decision"))
     except OSError as error:
         raise ValueError(f"cannot read {file}: {error.strerror}") from None
@@ -55,19 +50,11 @@ def read_file(file: Path) -> tuple[PathTable, str]:
         raise ValueError(f"{file}: {error}") from None
 
 
-def _slots_count(tokens: int) -> None:
-    """Raises ValueError unless int32 slots count so many unique KV tokens."""
-    if tokens > MOST_TOKENS:
-        raise ValueError(
-            f"seq_lens add up to {tokens} unique KV tokens, more than int32 slots count "
-            f"({MOST_TOKENS})"
-        )
-
-
-def _few_enough(count: int, what: str) -> None:
-    """Raises ValueError above MOST_REQUESTS."""
-    if count > MOST_REQUESTS:
-        raise ValueError(f"{count:,} {what}, more than explain plans ({MOST_REQUESTS:,})")
+def _few_enough(*counts: int) -> None:
+    """Raises ValueError for more requests, shared nodes or unique KV tokens than in _MOST."""
+    for (what, most), count in zip(_MOST.items(), counts, strict=True):
+        if count > most:
+            raise ValueError(f"{count:,} {what}, more than explain plans ({most:,})")
 
 
 def _served(decision: Any) -> str:

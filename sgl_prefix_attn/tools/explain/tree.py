@@ -12,8 +12,6 @@ import numpy as np
 
 from sgl_prefix_attn.records import PathTable
 
-MOST_TOKENS = np.iinfo(np.int32).max  # as KV positions and slots are int32
-
 
 @dataclass(frozen=True)
 class Tree:
@@ -38,10 +36,6 @@ class Tree:
             raise ValueError(f"tree {text!r}: counts and lengths must be at least 1")
         if list(counts) != sorted(counts):
             raise ValueError(f"tree {text!r}: a level has fewer nodes than the one above it")
-        if (tokens := sum(lengths)) > MOST_TOKENS:
-            raise ValueError(
-                f"tree {text!r}: {tokens} tokens a request, more than {MOST_TOKENS} (int32)"
-            )
         return cls(counts, lengths)
 
     @property
