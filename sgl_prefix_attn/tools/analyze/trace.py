@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sgl_prefix_attn.tools.analyze.blocks import block_names, inferred_block_tokens, name_hash_ids
+from sgl_prefix_attn.tools.analyze.blocks import block_names, inferred_block_tokens
 
 BLOCK = 32  # tokens of a prompt that are compared at once
 LATEST = 1e12  # seconds: a float64 still tells milliseconds apart
@@ -146,7 +146,9 @@ class TraceBuilder:
                 whose = f"whose hash_ids do not fit {block_tokens:,} tokens"
                 notes.append(f"{left_out:,} requests {whose}, left out")
             rows = rows[fitting]
-            name_hash_ids(blocks, rows, block_tokens)
+            for first, prompt, count in rows[["first", "prompt", "num_blocks"]].tolist():
+                ids = blocks[first : first + count]
+                ids[:] = block_names(ids, 1, prompt, block_tokens)
         rows = rows[np.argsort(rows["arrival"], kind="stable")]
         names, numbers = np.unique(blocks, return_inverse=True)
         trace = Trace(
