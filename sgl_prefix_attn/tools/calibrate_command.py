@@ -68,7 +68,6 @@ def run(args: argparse.Namespace) -> int:
     cannot start, OSError where it cannot write."""
     # Not before: these import torch and numba.
     from sgl_prefix_attn.predict import store
-    from sgl_prefix_attn.predict.codec import CalibrationError
     from sgl_prefix_attn.predict.record import CalibrationKey
     from sgl_prefix_attn.tools.calibrate import procedure
     from sgl_prefix_attn.tools.calibrate.samples import Task
@@ -78,7 +77,6 @@ def run(args: argparse.Namespace) -> int:
     kv_dtype = _kv_dtype(args, heads)
     gpu = find_gpu((args.fallback,))
     family = family_on(gpu.capability, heads, args.dtype, args.kernels, kv_dtype=kv_dtype)
-
     if args.batches < procedure.MIN_SAMPLES:
         raise Unusable(f"--batches must be at least {procedure.MIN_SAMPLES}, got {args.batches}")
     kernels: Any = family.name
@@ -109,15 +107,14 @@ def run(args: argparse.Namespace) -> int:
     console.print(f"stock: SGLang's {args.fallback}; prefix: {family}")
     try:
         calibrate(task, path, args.fresh, console)
-    except (RuntimeError, CalibrationError) as error:
+    except (RuntimeError, ValueError) as error:
         print(f"sgl-prefix-attn calibrate: {error}", file=sys.stderr)
         return FAILED
     return 0
 
 
 def calibrate(task: Task, path: Path, fresh: bool, console: Console) -> None:
-    """Measure, fit and write; raises RuntimeError or CalibrationError where one of the first two
-    fails."""
+    """Measure, fit, write. Raises RuntimeError or ValueError where measuring or fitting fails."""
     from sgl_prefix_attn.tools.calibrate import procedure, report
     from sgl_prefix_attn.tools.calibrate.writing import save
 
@@ -176,14 +173,18 @@ def find_gpu(fallbacks: Sequence[str]) -> Gpu:
                 f"{name}, which is measured too, does not import ({error}): "
                 "pip install 'sgl-prefix-attn[sglang]'"
             ) from error
-    if FA3 in fallbacks and torch.cuda.get_device_capability(0)[0] != 9:
+    try:
+        found = Gpu(
+            name=torch.cuda.get_device_name(0),
+            num_sms=torch.cuda.get_device_properties(0).multi_processor_count,
+            free_bytes=torch.cuda.mem_get_info(0)[0],
+            capability=torch.cuda.get_device_capability(0),
+        )
+    except RuntimeError as error:
+        raise Unusable(f"torch cannot use the GPU: {error}") from None
+    if FA3 in fallbacks and found.capability[0] != 9:
         raise Unusable(f"{FA3} is measured on Hopper GPUs, where it is SGLang's default")
-    return Gpu(
-        name=torch.cuda.get_device_name(0),
-        num_sms=torch.cuda.get_device_properties(0).multi_processor_count,
-        free_bytes=torch.cuda.mem_get_info(0)[0],
-        capability=torch.cuda.get_device_capability(0),
-    )
+    return found
 
 
 def new_meter(key: CalibrationKey, most_tokens: int, fallbacks: Sequence[str] | None = None):
