@@ -178,7 +178,7 @@ def prefix_step(runner):
     from sgl_prefix_attn.engine.runner_backend import find_backend
 
     backend = find_backend(runner)
-    return None if backend is None or backend.decode is None else backend.decode.active
+    return None if backend is None else backend.decode.active
 
 
 def _file(folder: Path, name: str, layer: int) -> Path:
