@@ -12,6 +12,7 @@ from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 
+from sgl_prefix_attn.engine import model_facts
 from sgl_prefix_attn.engine.backend import PrefixAttnBackend
 from sgl_prefix_attn.execute.full_attention import full_attention
 from sgl_prefix_attn.records import Decision
@@ -131,6 +132,13 @@ def test_where_prefill_verifies_and_is_another_nothing_is_built(monkeypatch):
     monkeypatch.setitem(PLAIN_SERVER, "speculative_algorithm", "EAGLE")
     server = Server(monkeypatch)
     assert not server.backend.extends.kinds.any and not server.backend.can_capture(VERIFY)
+
+
+def test_where_no_batch_can_be_verified_over_a_plan_graphs_are_sglangs(monkeypatch):
+    monkeypatch.setitem(PLAIN_SERVER, "speculative_algorithm", "EAGLE")
+    assert Server(monkeypatch, prefill="prefix").backend.can_capture(VERIFY)
+    monkeypatch.setattr(model_facts, "unsupported_extend", lambda runner: "layers:bidirectional")
+    assert not Server(monkeypatch, prefill="prefix").backend.can_capture(VERIFY)
 
 
 @pytest.fixture
