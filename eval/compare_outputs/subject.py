@@ -6,8 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from eval import checkpoints
-from eval.chat import conversation
+from eval import checkpoints, help_desk
 from eval.checkpoints import Checkpoint
 from eval.compare_outputs import scenarios, seeded_engine
 
@@ -81,14 +80,14 @@ def trained(checkpoint: Checkpoint, new_tokens: int) -> Subject:
         return first + tokenizer(words, add_special_tokens=checkpoint.chats).input_ids
 
     def chat(question: str) -> list[int]:
-        messages = conversation.messages(question)
+        messages = help_desk.messages(question)
         if not checkpoint.chats:
             return text("\n".join(message["content"] for message in messages) + "\n")
         return tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=False
         )
 
-    chats = [chat(question + style) for question in conversation.QUESTIONS for style in _STYLES]
+    chats = [chat(question + style) for question in help_desk.QUESTIONS for style in _STYLES]
     requests = {
         "chats": [{"ids": ids, "new_tokens": new_tokens} for ids in chats],
         "text": going_on(text(_TEXT), new_tokens),

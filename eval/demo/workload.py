@@ -11,8 +11,8 @@ from dataclasses import replace
 import sglang as sgl
 from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint
 
+from eval import help_desk
 from eval.bench_agents import runs
-from eval.chat import conversation
 from eval.demo.near_ties import Output
 
 TOOLS = {
@@ -87,14 +87,14 @@ def run_chats(url: str, tokenizer) -> list[Output]:
     tokenizer. Raises WorkloadError if a request failed."""
     prompts = [
         tokenizer.apply_chat_template(
-            conversation.messages(question), add_generation_prompt=True, tokenize=False
+            help_desk.messages(question), add_generation_prompt=True, tokenize=False
         )
-        for question in conversation.QUESTIONS
+        for question in help_desk.QUESTIONS
     ]
     states = chat.run_batch([{"prompt": prompt} for prompt in prompts], **_greedy(url))
     return [
         _output(question, state, "answer", fixed_prompt=True)
-        for question, state in zip(conversation.QUESTIONS, states, strict=True)
+        for question, state in zip(help_desk.QUESTIONS, states, strict=True)
     ]
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eval.chat import conversation
+from eval import help_desk
 from eval.checkpoints import CHECKPOINTS
 from eval.compare_outputs import __main__ as compare_outputs
 from eval.compare_outputs import subject, teacher
@@ -160,7 +160,7 @@ def test_a_trained_model_is_asked_chats_below_one_prompt(tmp_path, monkeypatch):
     assert asked.model == model and asked.layers == 2
     chats = [request["ids"] for request in asked.requests["chats"]]
     common = os.path.commonprefix(chats)
-    assert len(common) >= len(conversation.SYSTEM.split()) and len(chats) == 24
+    assert len(common) >= len(help_desk.SYSTEM.split()) and len(chats) == 24
     assert asked.requests["text"] and all(len(r["then"]) == 64 for r in asked.requests["text"])
 
 
@@ -176,7 +176,7 @@ def test_a_model_that_does_not_chat_goes_on_with_texts_behind_its_first_token(
         assert all(request["ids"][0] == 0x3F for request in requests)
         assert all(request["ids"].count(0x3F) == 1 for request in requests)
     common = os.path.commonprefix([request["ids"] for request in asked.requests["chats"]])
-    assert len(common) >= len(conversation.SYSTEM.split())
+    assert len(common) >= len(help_desk.SYSTEM.split())
 
 
 class Engine:
