@@ -10,11 +10,11 @@ from eval.workloads import grouped, traced, trees
 from eval.workloads.load import Load, Scale
 
 _OTHERS: dict[str, Callable[[Choice], Load]] = {
-    "selfconsistency": lambda its: trees.self_consistency(its.scale),
-    "tree": lambda its: trees.tree_search(its.scale),
-    "conversation": lambda its: traced.conversation(its.scale, its.seed, its.azure),
-    "agent": lambda its: traced.agent(its.scale, its.seed),
-    "mooncake": lambda its: traced.mooncake(its.scale, its.mooncake, its.longest),
+    "selfconsistency": lambda its: trees.self_consistency(),
+    "tree": lambda its: trees.tree_search(),
+    "conversation": lambda its: traced.conversation(its.seed, its.azure),
+    "agent": lambda its: traced.agent(its.seed),
+    "mooncake": lambda its: traced.mooncake(its.mooncake, its.longest),
 }
 NAMES = (*grouped.NAMED, *_OTHERS)
 SPELLING = "GROUPSxPROMPTS:SHARED+PRIVATE:OUTPUT"
@@ -42,7 +42,7 @@ def build(name: str, choice: Choice) -> Load:
     if groups is not None:
         load = grouped.load(name, groups.scaled(choice.scale), choice.seed)
     elif name in _OTHERS:
-        load = _OTHERS[name](choice)
+        load = _OTHERS[name](choice).scaled(choice.scale)
     else:
         raise ValueError(f"load {name!r}: known are {', '.join(NAMES)} and {SPELLING}")
     most = max(request.input + request.output for request in load.requests)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +57,18 @@ class Load:
             "output_tokens": sum(request.output for request in self.requests),
             "source": self.source,
         }
+
+    def scaled(self, scale: Scale) -> Load:
+        """Take the first requests, with all lengths scaled."""
+        requests = (
+            Request(
+                tuple((key, scale.tokens(tokens)) for key, tokens in request.parts),
+                scale.tokens(request.output),
+                request.at,
+            )
+            for request in self.requests[: scale.number(len(self.requests))]
+        )
+        return replace(self, requests=tuple(requests))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Mooncake's traces as requests: read, scaled, and the first of them; pure but for read().
+"""Mooncake's traces as requests: read, and the first of them; pure but for read().
 
 The format: one JSON object per line with timestamp (ms), input_length, output_length
 and hash_ids, one id for each 512 tokens of the prompt. Equal ids stand for equal tokens: each is
@@ -7,7 +7,6 @@ the key of a part of the prompt. Arrivals are in seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -34,38 +33,11 @@ def read(path: str | Path) -> list[Request]:
                 raise ValueError(
                     f"{path}, line {number}: expected an object with {_FIELDS}: {error}"
                 ) from None
-            parts = in_blocks(found.content.tolist(), found.prompt)
+            starts = range(0, found.prompt, BLOCK)  # the last block ends with the prompt's tokens
+            sizes = (min(BLOCK, found.prompt - start) for start in starts)
+            parts = tuple(zip(found.content.tolist(), sizes, strict=False))
             requests.append(Request(parts, found.output, found.arrival))
     return sorted(requests, key=lambda request: request.at)
-
-
-def in_blocks(
-    hash_ids: Iterable[int], tokens: int, block: int = BLOCK
-) -> tuple[tuple[int, int], ...]:
-    """Return a block as a part for each hash id; the last one ends with the prompt's tokens."""
-    starts = range(0, tokens, block)
-    return tuple(
-        (key, min(block, tokens - start)) for key, start in zip(hash_ids, starts, strict=False)
-    )
-
-
-def scaled(requests: list[Request], factor: float) -> list[Request]:
-    """Multiply lengths by `factor`, to at least 1; the hash ids, and so what is shared, stay.
-
-    Raises ValueError when no token of a block is left."""
-    block = round(BLOCK * factor)
-    if block < 1:
-        raise ValueError(f"length scale {factor}: must be at least 1/{BLOCK}")
-    return [
-        replace(
-            request,
-            parts=in_blocks(
-                (key for key, _ in request.parts), max(1, round(request.input * factor)), block
-            ),
-            output=max(1, round(request.output * factor)),
-        )
-        for request in requests
-    ]
 
 
 def first(requests: list[Request], count: int, longest: int) -> list[Request]:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from eval.workloads.load import Load, Request, Scale
-from eval.workloads.mooncake import BLOCK, first, read, scaled
+from eval.workloads.load import Load, Request
+from eval.workloads.mooncake import BLOCK, first, read
 
 # PAT section 8.2: a system prompt with a language and a country field, in Llama-3's tokens. How
 # many of each is not said: here four languages, four countries of each.
@@ -30,12 +30,12 @@ _ANSWER, _LONGEST_ANSWER = (5.019, 0.859), 1000
 _SPREAD = 0.8  # of the logarithms of an agent's own tokens
 
 
-def conversation(scale: Scale, seed: int, azure: Path | None) -> Load:
+def conversation(seed: int, azure: Path | None) -> Load:
     """Put users' prompts below PAT's three levels of system prompt.
 
     azure  AzureLLMInferenceTrace_conv.csv, for lengths and arrivals; None: drawn like its
     """
-    number = scale.number(_CONVERSATIONS)
+    number = _CONVERSATIONS
     rng = np.random.default_rng(seed)
     if azure is None:
         prompts = rng.lognormal(*_PROMPT, number).clip(1, _LONGEST_PROMPT)
@@ -50,19 +50,18 @@ def conversation(scale: Scale, seed: int, azure: Path | None) -> Load:
     requests = []
     for country, (at, prompt, answer) in zip(countries, users, strict=True):
         keys = (0, 1 + country // _COUNTRIES, 1 + _LANGUAGES + country, next(own))
-        lengths = (*_LEVELS, prompt)
-        parts = zip(keys, map(scale.tokens, lengths), strict=True)
-        requests.append(Request(tuple(parts), scale.tokens(answer), at))
+        lengths = (*_LEVELS, _tokens(prompt))
+        requests.append(Request(tuple(zip(keys, lengths, strict=True)), _tokens(answer), at))
     return Load("conversation", tuple(requests), source)
 
 
-def agent(scale: Scale, seed: int) -> Load:
+def agent(seed: int) -> Load:
     """Draw requests below tool prompts with Mooncake's published figures.
 
     Tools are as popular as 1 / rank. What is a request's own is drawn and then scaled so that the
     published share of all prompt tokens can come from the cache.
     """
-    number = scale.number(_AGENTS)
+    number = _AGENTS
     rng = np.random.default_rng(seed)
     blocks = rng.permutation(_TOOL_BLOCKS)
     popularity = 1.0 / np.arange(1, len(blocks) + 1)
@@ -70,28 +69,25 @@ def agent(scale: Scale, seed: int) -> Load:
     shared = blocks[tools] * BLOCK
     hits = shared.sum() - blocks[np.unique(tools)].sum() * BLOCK
     own = rng.lognormal(0.0, _SPREAD, number)
-    # So few requests that each tool is new leave nothing to find: then as much as is shared.
-    own *= max(hits / _HIT_SHARE - shared.sum(), 0) / own.sum() or shared.sum() / own.sum()
+    own *= (hits / _HIT_SHARE - shared.sum()) / own.sum()
     answers = rng.lognormal(0.0, _SPREAD, number)
     answers *= _AGENT_OUTPUT * number / answers.sum()
     drawn = zip(tools, shared, own, answers, _poisson(rng, number), strict=True)
     requests = []
     for i, (tool, prefix, private, answer, at) in enumerate(drawn):
-        mine = (len(blocks) + i, scale.tokens(max(1, private)))
-        parts = ((int(tool), scale.tokens(prefix)), mine)
-        requests.append(Request(parts, scale.tokens(max(1, answer)), at))
+        parts = ((int(tool), int(prefix)), (len(blocks) + i, _tokens(private)))
+        requests.append(Request(parts, _tokens(answer), at))
     source = "drawn with the published figures of Mooncake's tool/agent trace"
     return Load("agent", tuple(requests), source)
 
 
-def mooncake(scale: Scale, path: Path | None, longest: int) -> Load:
+def mooncake(path: Path | None, longest: int) -> Load:
     """Take the first requests of Mooncake's conversation trace of at most `longest` tokens.
 
     Raises ValueError for a trace that is none or too short; OSError."""
     if path is None:
         raise ValueError("load 'mooncake' needs --mooncake-trace")
-    number = scale.number(_MOONCAKE)
-    requests = first(scaled(read(path), scale.length), number, longest)
+    requests = first(read(path), _MOONCAKE, longest)
     return Load("mooncake", tuple(requests), f"{path.name}, requests of at most {longest} tokens")
 
 
@@ -122,6 +118,10 @@ def read_azure(path: Path, number: int) -> list[tuple[float, int, int]]:
     if gap <= 0:
         raise ValueError(f"{path}: its first {number + 1} requests do not arrive in order")
     return [((at - first) / gap, *tokens) for at, *tokens in rows[:number]]
+
+
+def _tokens(drawn: float) -> int:
+    return max(1, round(drawn))
 
 
 def _poisson(rng: np.random.Generator, number: int) -> Iterable[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import count, product
 
-from eval.workloads.load import Load, Request, Scale
+from eval.workloads.load import Load, Request
 
 # Self-consistency: chain-of-thought examples for all, questions, samples of each.
 _EXAMPLES, _QUESTION, _QUESTIONS, _SAMPLES, _ANSWER = 1200, 120, 16, 16, 256
@@ -12,20 +12,15 @@ _EXAMPLES, _QUESTION, _QUESTIONS, _SAMPLES, _ANSWER = 1200, 120, 16, 16, 256
 _PROBLEM, _THOUGHT, _PROBLEMS, _BRANCHES, _LEVELS = 1024, 128, 8, 4, 3
 
 
-def self_consistency(scale: Scale) -> Load:
+def self_consistency() -> Load:
     """Sample each question several times, below the same examples."""
     keys = count(1)
-    parts = [
-        ((0, scale.tokens(_EXAMPLES)), (next(keys), scale.tokens(_QUESTION)))
-        for _ in range(scale.number(_QUESTIONS))
-    ]
-    requests = tuple(
-        Request(question, scale.tokens(_ANSWER)) for question in parts for _ in range(_SAMPLES)
-    )
-    return Load("selfconsistency", requests, "fixed lengths")
+    questions = [((0, _EXAMPLES), (next(keys), _QUESTION)) for _ in range(_QUESTIONS)]
+    requests = [Request(question, _ANSWER) for question in questions for _ in range(_SAMPLES)]
+    return Load("selfconsistency", tuple(requests), "fixed lengths")
 
 
-def tree_search(scale: Scale) -> Load:
+def tree_search() -> Load:
     """Expand every state of a tree by several thoughts, level by level.
 
     A state's prompt is the problem and the thoughts on its path: of fixed tokens, since those that
@@ -34,14 +29,10 @@ def tree_search(scale: Scale) -> Load:
     """
     keys = count()
     requests = []
-    states = [((next(keys), scale.tokens(_PROBLEM)),) for _ in range(scale.number(_PROBLEMS))]
+    states = [((next(keys), _PROBLEM),) for _ in range(_PROBLEMS)]
     for level in range(_LEVELS):
         if level:
-            states = [
-                (*state, (next(keys), scale.tokens(_THOUGHT)))
-                for state, _ in product(states, range(_BRANCHES))
-            ]
-        requests += [
-            Request(state, scale.tokens(_THOUGHT)) for state in states for _ in range(_BRANCHES)
-        ]
+            below = product(states, range(_BRANCHES))
+            states = [(*state, (next(keys), _THOUGHT)) for state, _ in below]
+        requests += [Request(state, _THOUGHT) for state in states for _ in range(_BRANCHES)]
     return Load("tree", tuple(requests), "fixed lengths")

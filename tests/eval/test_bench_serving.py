@@ -299,7 +299,7 @@ def test_a_baseline_that_did_not_run_is_named(table, capsys):
 def test_a_file_of_requests_takes_the_client_that_reads_it(package, tmp_path):
     """Which module is started for what; the real one runs in tests/sglang."""
     sender = client.Client(tmp_path / "model", 1000, tmp_path / "runs", 1)
-    load = build("tree", Choice(1, 8192, Scale(0.01, 0.1)))
+    load = build("tree", Choice(1, 8192, Scale(0.01, 1 / 8)))
     words = sender.command("http://x", load, 2.0, tmp_path / "report")
     assert words[0] == "eval.bench_serving.request_client"
     assert len(Path(value(words, "--dataset-path")).read_text().splitlines()) == 84

@@ -1,4 +1,4 @@
-"""eval.workloads.mooncake: a trace's lines, its scaled requests and the first of them."""
+"""eval.workloads.mooncake: a trace's lines and the first requests of them."""
 
 import json
 
@@ -16,8 +16,8 @@ def write(tmp_path, rows):
     return path
 
 
-def request(at, tokens=100, output=4, hashes=(0,)):
-    return Request(mooncake.in_blocks(hashes, tokens), output, at)
+def request(at, tokens=100, output=4, hash_id=0):
+    return Request(((hash_id, tokens),), output, at)
 
 
 def test_a_trace_is_read_in_order_of_arrival(tmp_path):
@@ -39,18 +39,8 @@ def test_a_bad_line_is_named(tmp_path, bad):
         mooncake.read(write(tmp_path, [LINE, bad]))
 
 
-def test_a_scaled_prompt_fits_its_blocks():
-    full = [request(0.0, 14 * 512, 1000, range(14)), request(0.0, 1, 1, [7])]
-    big, small = mooncake.scaled(full, 0.1)
-    assert big.parts == tuple((i, 51) for i in range(14)) and big.output == 100  # 717 before
-    assert (small.input, small.output) == (1, 1)
-    assert mooncake.scaled(full, 1.0) == full
-    with pytest.raises(ValueError, match="length scale"):
-        mooncake.scaled(full, 0.0005)
-
-
 def test_requests_of_one_timestamp_are_spread_to_the_next():
-    requests = [request(at, hashes=[i]) for i, at in enumerate((0.0, 3.0, 3.0, 3.0, 4.5, 6.0, 6.0))]
+    requests = [request(at, hash_id=i) for i, at in enumerate((0.0, 3.0, 3.0, 3.0, 4.5, 6.0, 6.0))]
     arrivals = mooncake.spread(requests)
     assert [r.at for r in arrivals] == pytest.approx([0, 3, 3.5, 4, 4.5, 6, 6])
     assert [r.parts for r in arrivals] == [r.parts for r in requests]

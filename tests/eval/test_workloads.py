@@ -89,8 +89,8 @@ def test_agents_find_the_published_share_in_the_cache():
     tools = {request.parts[0] for request in load.requests}
     assert all(2560 <= tokens <= 6144 and tokens % 512 == 0 for _, tokens in tools)
     assert facts["output_tokens"] / facts["requests"] == pytest.approx(182, rel=0.01)
-    # As few as there are tools, or fewer: still a load.
-    assert len(build("agent", Choice(seed=1, longest=131072, scale=Scale(1, 1e-3))).requests) == 1
+    few = build("agent", Choice(seed=1, longest=131072, scale=Scale(0.5, 1e-3))).requests
+    assert len(few) == 1 and few[0].parts[0][1] == load.requests[0].parts[0][1] // 2
 
 
 def test_conversations_have_three_levels_of_system_prompt():
@@ -103,14 +103,14 @@ def test_conversations_have_three_levels_of_system_prompt():
     assert arrivals[-1] / 383 == pytest.approx(1, rel=0.2)
 
 
-def test_lengths_and_arrivals_of_the_azure_trace(tmp_path):
+def test_lengths_and_arrivals_of_the_azure_trace(tmp_path, monkeypatch):
     path = tmp_path / "conv.csv"
     path.write_text(AZURE)
     rows = traced.read_azure(path, 4)
     assert [row[1:] for row in rows] == [(100 + i, 40 + i) for i in range(4)]
     assert [row[0] for row in rows] == pytest.approx([0, 1, 2, 3])
-    choice = Choice(seed=1, longest=8192, scale=Scale(1, 4 / 384), azure=path)
-    load = build("conversation", choice)
+    monkeypatch.setattr(traced, "_CONVERSATIONS", 4)
+    load = build("conversation", Choice(seed=1, longest=8192, azure=path))
     assert [request.parts[-1][1] for request in load.requests] == [100, 101, 102, 103]
     assert [request.output for request in load.requests] == [40, 41, 42, 43]
     assert "conv.csv" in load.source
@@ -122,18 +122,19 @@ def test_lengths_and_arrivals_of_the_azure_trace(tmp_path):
             traced.read_azure(path, 9)
 
 
-def test_a_mooncake_trace_keeps_its_blocks(tmp_path):
+def test_a_mooncake_trace_keeps_its_blocks(tmp_path, monkeypatch):
     path = tmp_path / "trace.jsonl"
     rows = [
         {"timestamp": 3000 * i, "input_length": 700, "output_length": 20, "hash_ids": [0, i + 1]}
         for i in range(4)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    load = traced.mooncake(Scale(1, 3 / 48), path, 8192)
+    monkeypatch.setattr(traced, "_MOONCAKE", 3)
+    load = traced.mooncake(path, 8192)
     assert [r.parts for r in load.requests] == [((0, 512), (i, 188)) for i in (1, 2, 3)]
     assert [request.at for request in load.requests] == pytest.approx([0, 1, 2])
-    assert load == build("mooncake", Choice(1, 8192, Scale(1, 3 / 48), mooncake=path))
-    halved = traced.mooncake(Scale(0.5, 3 / 48), path, 8192)
+    assert load == build("mooncake", Choice(1, 8192, mooncake=path))
+    halved = build("mooncake", Choice(1, 8192, Scale(0.5), mooncake=path))
     assert halved.requests[0].parts == ((0, 256), (1, 94)) and halved.requests[0].output == 10
 
 
