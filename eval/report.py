@@ -22,12 +22,12 @@ from eval.papers import paper_tables
 from eval.policy_holdout import policy_text
 
 
-def markdown(results: list[tuple[str, dict]], baseline: str | None = None) -> str:
+def markdown(results: list[tuple[str, dict]]) -> str:
     """Turn (file name, result) pairs into Markdown, one section per file and one for all files of
-    the papers' experiments; `baseline`: of servers' ratios. Raises ValueError for a result of
-    anything else than kernels, engines, servers, agents, first tokens, the policy and papers."""
+    the papers' experiments. Raises ValueError for a result of anything else than kernels, engines,
+    servers, agents, first tokens, the policy and papers."""
     papers = [(name, result) for name, result in results if "experiment" in result["rows"][0]]
-    sections = [_section(*pair, baseline) for pair in results if pair not in papers]
+    sections = [_section(*pair) for pair in results if pair not in papers]
     if papers:
         rows = [row for _, result in papers for row in result["rows"]]
         sources = [_source(name, result["meta"]) for name, result in papers]
@@ -35,7 +35,7 @@ def markdown(results: list[tuple[str, dict]], baseline: str | None = None) -> st
     return "\n\n".join(sections) + "\n"
 
 
-def _section(name: str, result: dict, baseline: str | None) -> str:
+def _section(name: str, result: dict) -> str:
     rows, meta = result["rows"], result["meta"]
     first = rows[0]
     if "run_page_size" in first:
@@ -43,11 +43,9 @@ def _section(name: str, result: dict, baseline: str | None) -> str:
     elif "program" in first:
         body = [agent_tables.markdown(rows)]
     elif "e2e_ms" in first:
-        body = [serving_tables.markdown(rows, meta["settings"], baseline)]
-    elif "group" in first:
-        body = [_ttft_table(rows)]
-    elif "tpot_ms" in first:
-        body = [_engine_table(rows)]
+        body = [serving_tables.markdown(rows, meta["settings"])]
+    elif "ratio" in first:
+        body = [_of_engines(rows)]
     elif "predicted_stock_us" in first:
         body = policy_text.markdown(result["summary"], meta)
     else:
@@ -58,18 +56,13 @@ def _section(name: str, result: dict, baseline: str | None) -> str:
     return "\n\n".join([*body, _source(name, meta)])
 
 
-def _ttft_table(rows: list[dict]) -> str:
-    cells = [
-        (row["group"], row["backend"], f"{row['ttft_ms']:.1f} ms", f"{row['ratio']:.3f}")
-        for row in rows
-    ]
-    first = rows[0]
-    cached, new = ("{} to {}".format(*first[name]) for name in ("cached", "new"))
-    return (
-        f"First tokens of all of {first['requests']} requests: {cached} cached tokens that groups "
-        f"of them share, {new} new ones.\n\n"
-        + table(("group", "prefill/decode", "median", "ratio"), cells)
-    )
+def _of_engines(rows: list[dict]) -> str:
+    """Tabulate the median time of each backend, of a token or of a batch's first tokens, and its
+    ratio to the baseline's in the same run."""
+    time = "ttft_ms" if "ttft_ms" in rows[0] else "tpot_ms"
+    load = "group" if "group" in rows[0] else "workload"
+    cells = [(row[load], row["backend"], f"{row[time]:.2f}", f"{row['ratio']:.3f}") for row in rows]
+    return table((load, "backend", time, "ratio"), cells)
 
 
 def _source(name: str, meta: dict) -> str:
@@ -90,22 +83,9 @@ def _peer(name: str, sources: dict) -> str:
     return f"{name}{commit} (sources sha256 {sources['sha256'][:12]})"
 
 
-def _engine_table(rows: list[dict]) -> str:
-    """Tabulate TPOT of each backend on each workload and its ratio to the baseline's."""
-    cells = [
-        (row["batch"], f"{row['shared']} + {row['private']}", row["backend"],
-         f"{row['tpot_ms']:.2f} ms", f"{row['ratio']:.3f}")
-        for row in sorted(rows, key=lambda row: row["workload"])
-    ]  # fmt: skip
-    baseline = next(row["backend"] for row in rows if row["ratio"] == 1)
-    head = f"TPOT, median, and its ratio to that of `{baseline}` in the same run.\n\n"
-    return head + table(("requests", "shared + private prompt", "backend", "TPOT", "ratio"), cells)
-
-
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.report", description=__doc__)
     parser.add_argument("results", nargs="*", metavar="RESULT.json", help="or none: the pages")
-    parser.add_argument("--baseline", help="backend that servers' ratios are to; or each file's")
     parser.add_argument("--check", action="store_true", help="compare the pages only")
     args = parser.parse_args(argv)
     if args.results and args.check:
@@ -113,7 +93,7 @@ def main(argv: list[str]) -> int:
     try:
         if args.results:
             results = [(Path(name).name, provenance.load(name)) for name in args.results]
-            print(markdown(results, args.baseline), end="")
+            print(markdown(results), end="")
             return 0
         stale = blocks.stale()
     except (OSError, ValueError) as error:

@@ -87,7 +87,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[Load]]:
     parser.add_argument("--azure-trace", type=Path, metavar="CSV", help="lengths of conversation")
     parser.add_argument("--mooncake-trace", type=Path, metavar="JSONL", help="the load mooncake")
     parser.add_argument("--length-scale", type=amount, default=1.0, help="of prompts and outputs")
-    parser.add_argument("--count-scale", type=amount, default=1.0, help="the first of a load")
+    parser.add_argument("--count-scale", type=amount, default=1.0, help="of requests or groups")
     parser.add_argument("--max-running", type=count, default=256, help=_RUNNING)
     parser.add_argument(
         "--server-arguments", type=shlex.split, default="", help="others of sglang.launch_server"

@@ -256,18 +256,18 @@ def row_of(backend, tpot, alternation=0, rate="inf", **changes):
 
 @pytest.fixture
 def table(tmp_path, capsys):
-    def make(rows, *arguments):
+    def make(rows):
         path = tmp_path / "serving.json"
         settings = {"model_shape": "llama3.1-8b", "max_running": 256, "baseline": "default"}
         meta = provenance.collect("eval.bench_serving", ["--x"], settings=settings)
         provenance.save(path, meta, rows)
-        report.main([str(path), *arguments])
+        report.main([str(path)])
         return capsys.readouterr().out
 
     return make
 
 
-def test_the_report_has_ratios_to_the_first_or_a_chosen_backend(table):
+def test_the_report_has_ratios_to_the_first_backend(table):
     rows = [
         row_of("default", 20.0),
         row_of("prefix", 10.0, prefix_share=0.9),
@@ -287,13 +287,6 @@ def test_the_report_has_ratios_to_the_first_or_a_chosen_backend(table):
                for b in ("default", "prefix")]  # fmt: skip
     assert "| gsp | offline | prefix | 5000 (1.000) | - | - | - |" in table([*rows, *offline])
     assert "`serving.json`: " in text and "python -m eval.bench_serving --x" in text
-    assert "| default | 5000 (0.500) |" in table([rows[0], rows[1]], "--baseline", "prefix")
-
-
-def test_a_baseline_that_did_not_run_is_named(table, capsys):
-    with pytest.raises(SystemExit):
-        table([row_of("prefix", 1.0)], "--baseline", "fa3")
-    assert "--baseline fa3" in capsys.readouterr().err
 
 
 def test_a_file_of_requests_takes_the_client_that_reads_it(package, tmp_path):

@@ -64,7 +64,7 @@ def test_rows_hold_tpot_ratio_acceptance_and_the_share_over_plans(engines, tmp_p
     printed = capsys.readouterr().out
     assert "ratio 0.750  accepted 3.00  over plans 75.0%" in printed
     assert report.main([str(out)]) == 0
-    assert "| 3 | 50 + 7 | prefix/prefix | 6.00 ms | 0.750 |" in capsys.readouterr().out
+    assert "| 3x50+7 | prefix/prefix | 6.00 | 0.750 |" in capsys.readouterr().out
 
 
 def test_all_engines_draft_alike(engines):

@@ -48,7 +48,7 @@ def test_engines_take_turns_and_ratios_are_to_the_first(tmp_path, monkeypatch, c
         *a_batch, *a_batch[::-1],
     ]  # fmt: skip
     assert report.main([str(out)]) == 0
-    assert "| 6 | prefix/prefix | 250.0 ms | 0.500 |" in capsys.readouterr().out
+    assert "| 6 | prefix/prefix | 250.00 | 0.500 |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("bad", [["--new", "4"], ["--cached", "9,5"], ["--groups", "0"]])

@@ -78,8 +78,8 @@ def test_tables_and_sources(files, capsys):
     assert "NVIDIA H100 80GB HBM3, driver 580.1; torch 2.11.0; commit abc123;" in text
     assert "commit abc123 with local changes" in text
     assert "`python -m eval.bench_kernel --trees pat20`" in text
-    assert "| 64 | 8192 + 256 | prefix | 9.00 ms | 0.600 |" in text
-    assert "| 64 | 8192 + 256 | flashinfer | 15.00 ms | 1.000 |" in text
+    assert "| shared8k | prefix | 9.00 | 0.600 |" in text
+    assert "| shared8k | flashinfer | 15.00 | 1.000 |" in text
 
 
 def test_peers_from_a_folder_are_named_with_their_sources(printed):
