@@ -23,14 +23,6 @@ _SIZES = (
 )  # fmt: skip
 
 
-_NAMES = {
-    "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "glm4_moe": "Glm4Moe",
-    "qwen3_next": "Qwen3Next", "gpt_oss": "GptOss", "gemma3_text": "Gemma3",
-    "nemotron_h": "NemotronH",
-    "deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3",
-}  # fmt: skip
-
-
 # Latent attention, and layers of experts but the first.
 _LATENT = {
     "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
@@ -44,10 +36,12 @@ _SIGMOID_EXPERTS = _LATENT | {
 }  # fmt: skip
 
 
-def _shape(*sizes: float, dtype: str = "bfloat16", kind: str = "llama", **others) -> dict:
+def _shape(*sizes: float, dtype: str = "bfloat16", kind: str = "", **others) -> dict:
+    """kind: the model type, which names the class, too: qwen3_moe is Qwen3MoeForCausalLM."""
     shape = dict(zip(_SIZES, sizes, strict=True)) | {"torch_dtype": dtype} | others
-    if kind in _NAMES:
-        shape |= {"architectures": [f"{_NAMES[kind]}ForCausalLM"], "model_type": kind}
+    if kind:
+        name = kind.removesuffix("_text").title().replace("_", "")
+        shape |= {"architectures": [f"{name}ForCausalLM"], "model_type": kind}
     return shape
 
 
