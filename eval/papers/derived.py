@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
 
 from eval.bench_kernel.floor import kv_bytes
+from eval.bench_serving.serving_row import by_run
 from sgl_prefix_attn.records import HeadConfig
 from sgl_prefix_attn.tools.model_heads import parse_heads
 
@@ -37,20 +37,18 @@ def ablations(rows: list[dict]) -> list[dict]:
 
 def serving(rows: list[dict]) -> list[dict]:
     """Turn rows of eval.bench_serving into the medians over the starts of each server."""
-    starts = defaultdict(list)
-    for row in rows:
-        if row["load"] in ("agent", "conversation"):
-            starts[f"{row['load']} at {row['rate']}", row["backend"]].append(row)
     return [
         {
-            "batch": load,
+            "batch": f"{load} at {rate}",
             "provider": backend,
             "status": "ok" if all(r["completed"] == r["sent"] for r in mine) else "not completed",
             "tpot_ms": statistics.median(r["tpot_ms"]["p50"] for r in mine),
             "ttft_ms": statistics.median(r["ttft_ms"]["mean"] for r in mine),
             "planning_share": _planning_share(mine),
         }
-        for (load, backend), mine in starts.items()
+        for (load, rate), backends in by_run(rows).items()
+        if load in ("agent", "conversation")
+        for backend, mine in backends.items()
     ]
 
 
