@@ -6,6 +6,7 @@ With --model smollm2 the answers of both are printed.
 import argparse
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -21,13 +22,14 @@ from eval.checkpoints import SMOLLM2
 from eval.counters import growth
 from eval.demo.comparison import Run, compare, render, render_texts, summarize
 from eval.demo.near_ties import Output
-from eval.demo.server import demo_server
 from eval.demo.workload import WorkloadError, run_agents, run_chats, run_examples
-from eval.engine_process import end_on_sigterm
+from eval.engine_process import CPU_ENV, end_on_sigterm
 from eval.server_process import ServerError, ServerProcess
 from eval.tiny_model import write_tiny_llama
 
 BUILD = Path("build")
+CPU_ARGUMENTS = ("--device=cpu", "--dtype=float32", "--max-total-tokens=16384")
+GPU_ARGUMENTS = ("--dtype=bfloat16", "--max-total-tokens=65536")
 console = Console(highlight=False)
 
 
@@ -39,17 +41,31 @@ def serve_workload(
     with contextlib.ExitStack() as stack:
         start = time.monotonic()
         console.print(f"starting SGLang with --attention-backend {', '.join(backends)} ...")
-        workdir, progress = BUILD / "demo", console.print
         servers = {
-            backend: stack.enter_context(
-                demo_server(model, backend, gpu=gpu, workdir=workdir, progress=progress)
-            )
+            backend: stack.enter_context(demo_server(model, backend, gpu=gpu))
             for backend in backends
         }
         for server in servers.values():
             server.wait_until_healthy()
         console.print(f"  healthy after {time.monotonic() - start:.1f} s")
         return [_run(backend, server, workload) for backend, server in servers.items()]
+
+
+def demo_server(
+    model: Path, backend: str, *, gpu: bool, workdir: Path = BUILD / "demo"
+) -> ServerProcess:
+    """Make the server of an attention backend."""
+    return ServerProcess(
+        [
+            *("--model-path", str(model.resolve()), "--attention-backend", backend),
+            *("--enable-metrics", "--max-running-requests=16", "--random-seed=1"),
+            *(GPU_ARGUMENTS if gpu else CPU_ARGUMENTS),
+        ],
+        log=workdir / f"server-{backend}.log",
+        # A model of this size is too small for the policy to choose prefix kernels on a GPU.
+        env={"PREFIX_ATTN_POLICY": "prefix", **os.environ, **({} if gpu else CPU_ENV)},
+        progress=console.print,
+    )
 
 
 def _run(backend: str, server: ServerProcess, workload: Callable[[str], list[Output]]) -> Run:

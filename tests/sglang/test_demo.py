@@ -13,7 +13,6 @@ from eval.demo import __main__ as demo
 from eval.demo import workload
 from eval.demo.comparison import Run, compare
 from eval.demo.near_ties import Output
-from eval.demo.server import demo_server
 from eval.server_process import ServerError
 from eval.tiny_model import write_tiny_llama
 from tests.support.evaluation_process import run_evaluation
@@ -52,7 +51,7 @@ def test_make_demo_end_to_end(tmp_path):
 @pytest.mark.engine
 def test_a_server_that_cannot_start_says_why(tmp_path):
     model = write_tiny_llama(tmp_path / "model")
-    server = demo_server(model, "no_such_backend", gpu=False, workdir=tmp_path)
+    server = demo.demo_server(model, "no_such_backend", gpu=False, workdir=tmp_path)
     with pytest.raises(ServerError, match="ended with status") as caught, server:
         server.wait_until_healthy()
     assert "invalid choice: 'no_such_backend'" in caught.value.log_tail
