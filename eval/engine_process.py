@@ -34,8 +34,7 @@ class EngineError(RuntimeError):
 
 
 class EngineProcess:
-    """Context manager. Entering it waits until the engine is up and ends one that fails;
-    wait_until_up() by itself leaves the latter to __exit__.
+    """Context manager: the engine is starting inside, and all of its processes end with it.
 
     start_s: how long the engine took to be ready; plugins: names of the SGLang plugins that it
     loaded, which are those asked for.
@@ -66,11 +65,6 @@ class EngineProcess:
             )  # fmt: skip
 
     def __enter__(self) -> EngineProcess:
-        try:
-            self.wait_until_up()
-        except BaseException:
-            self.close()
-            raise
         return self
 
     def wait_until_up(self) -> None:
@@ -85,7 +79,9 @@ class EngineProcess:
         self.plugins: list[str] = started["plugins"]
 
     def __exit__(self, *_) -> None:
-        self.close()
+        end_group(self._process)
+        self._process.stdin.close()
+        self._process.stdout.close()
 
     def ask(self, op: str, **arguments) -> dict:
         """Return the answer to a command of engine_worker. Raises EngineError."""
@@ -98,11 +94,6 @@ class EngineProcess:
         if "error" in answer:
             raise EngineError(f"{op}: {answer['error']}\n{log_tail(self._log_path)}")
         return answer
-
-    def close(self) -> None:
-        end_group(self._process)
-        self._process.stdin.close()
-        self._process.stdout.close()
 
     def _read(self) -> dict:
         for line in self._process.stdout:

@@ -61,6 +61,7 @@ def judged(
     else:
         arguments |= {"dtype": "bfloat16", "mem_fraction_static": 0.8}
     with EngineProcess(arguments, folder / "engine", plugin=plugin.__name__, env=env) as engine:
+        engine.wait_until_up()
         planted = f" with {fault} planted" if fault else ""
         print(f"{backend}{planted}, page size {page_size}: up after {engine.start_s} s", flush=True)
         yield engine

@@ -275,8 +275,10 @@ def test_an_engine_with_other_plugins_is_refused(tmp_path, monkeypatch):
         subprocess, "Popen", lambda _, **kwargs: process(["echo", answer], **kwargs)
     )
     with pytest.raises(EngineError, match=r"\['prefix_attn'\], not \[\]"):
-        EngineProcess({}, tmp_path / "stock", product=False).__enter__()
+        with EngineProcess({}, tmp_path / "stock", product=False) as engine:
+            engine.wait_until_up()
     with EngineProcess({}, tmp_path / "ours") as engine:
+        engine.wait_until_up()
         assert engine.plugins == ["prefix_attn"]
 
 

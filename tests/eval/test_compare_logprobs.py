@@ -195,6 +195,9 @@ class Engine:
     def __exit__(self, *_):
         pass
 
+    def wait_until_up(self):
+        pass
+
     def ask(self, op, requests):
         assert self.has_teacher == (self.record.parent.name != "torch_native")
         for request in requests:
