@@ -69,18 +69,10 @@ def _source(name: str, meta: dict) -> str:
     versions = ", ".join(f"{key} {value}" for key, value in meta["versions"].items() if value)
     commit = meta["commit"] + (" with local changes" if meta["dirty"] else "")
     driver = f", driver {meta['driver']}" if meta["driver"] else ""
-    peers = "".join(f"; {_peer(*item)}" for item in meta.get("peers", {}).items())
     return (
-        f"`{name}`: {meta['gpu'] or meta['machine']}{driver}; {versions}{peers}; commit {commit}; "
+        f"`{name}`: {meta['gpu'] or meta['machine']}{driver}; {versions}; commit {commit}; "
         f"{meta['date']}.\n`{meta['command']}`"
     )
-
-
-def _peer(name: str, sources: dict) -> str:
-    """Name a peer that was run from a folder by its commit, if any, and its sources' digest."""
-    changed = " with local changes" if sources["dirty"] else ""
-    commit = f" {sources['commit'][:12]}{changed}" if sources["commit"] else ""
-    return f"{name}{commit} (sources sha256 {sources['sha256'][:12]})"
 
 
 def main(argv: list[str]) -> int:

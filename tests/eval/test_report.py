@@ -34,10 +34,6 @@ KERNELS = [
     kernel_row("pat", 25.0, timing="eager", run_page_size=32),
     kernel_row("fa3", None, status="wrong: error 1e-01", plan_us=None),
 ]
-PEERS = {
-    "fasttree": {"commit": "f" * 40, "dirty": True, "sha256": "ab" * 32, "num_files": 3},
-    "pat": {"commit": None, "dirty": None, "sha256": "cd" * 32, "num_files": 3},
-}
 ENGINES = [
     {
         "backend": backend, "workload": "shared8k", "page_size": 1, "batch": 64, "shared": 8192,
@@ -55,19 +51,6 @@ def files(tmp_path):
     return [str(kernels), str(engines)]
 
 
-@pytest.fixture
-def printed(tmp_path, capsys):
-    """What the command prints about rows."""
-
-    def call(rows, **meta):
-        path = tmp_path / "result.json"
-        provenance.save(path, META | meta, rows)
-        assert report.main([str(path)]) == 0
-        return capsys.readouterr().out
-
-    return call
-
-
 def test_tables_and_sources(files, capsys):
     assert report.main(files) == 0
     text = capsys.readouterr().out
@@ -80,12 +63,6 @@ def test_tables_and_sources(files, capsys):
     assert "`python -m eval.bench_kernel --trees pat20`" in text
     assert "| shared8k | prefix | 9.00 | 0.600 |" in text
     assert "| shared8k | flashinfer | 15.00 | 1.000 |" in text
-
-
-def test_peers_from_a_folder_are_named_with_their_sources(printed):
-    fasttree = "fasttree ffffffffffff with local changes (sources sha256 abababababab)"
-    pat = "pat (sources sha256 cdcdcdcdcdcd)"
-    assert f"torch 2.11.0; {fasttree}; {pat}; commit abc123;" in printed(KERNELS, peers=PEERS)
 
 
 @pytest.fixture
