@@ -20,20 +20,22 @@ from eval.bench_kernel.floor import rates_of
 from eval.cli_values import output
 from eval.papers import measure, paper_tables
 from eval.papers.experiment import Experiment
-from eval.papers.experiments import EXPERIMENTS, GROUPS, find
+from eval.papers.experiments import EXPERIMENTS, KERNELS, find
 
 _MODULE = "eval.papers"
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m {_MODULE}", description=__doc__)
-    known = ", ".join([*GROUPS, *EXPERIMENTS])
-    parser.add_argument("names", nargs="+", metavar="EXPERIMENT", help=known)
+    known = [KERNELS, *EXPERIMENTS]
+    parser.add_argument(
+        "names", nargs="+", metavar="EXPERIMENT", choices=known, help=", ".join(known)
+    )
     parser.add_argument("--from", dest="source", type=Path, metavar="RESULT", help="file to use")
     parser.add_argument("--json", type=output, metavar="OUT", help="result file")
     args = parser.parse_args(argv)
+    experiments = find(args.names)
     try:
-        experiments = find(args.names)
         others = [e for e in experiments if e.derive]
         if args.source and (len(experiments) > 1 or not others):
             raise ValueError("--from goes with one experiment that another benchmark measures")

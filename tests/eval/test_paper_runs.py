@@ -208,7 +208,7 @@ def test_every_run_is_measured_and_written(small, monkeypatch, tmp_path, capsys)
     experiment = replace(EXPERIMENTS["prefetch-models"], runs=runs)
     monkeypatch.setattr(command, "find", lambda names: [experiment])
     out = tmp_path / "out.json"
-    assert command.main(["x", "--json", str(out)]) == 0
+    assert command.main(["prefetch-models", "--json", str(out)]) == 0
     assert asked == [(LLAMA2, "ragged"), (LLAMA3, "ragged")]
     assert len(provenance.load(out)["rows"]) == 6
     assert "prefetch-models  32/8  ragged: prefix 1.0  flashinfer 1.0" in capsys.readouterr().out
