@@ -15,7 +15,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from eval.counters import Counters, parse_metrics
@@ -39,11 +39,7 @@ _ANSWER_LIMIT_S, _FLUSH_LIMIT_S = 60.0, 60.0
 
 
 class ServerError(RuntimeError):
-    """The server did not start or ended: one sentence, and the end of its log."""
-
-    def __init__(self, sentence: str, log_tail: str):
-        super().__init__(sentence)
-        self.log_tail = log_tail
+    """The server did not start or ended; the message ends with its log."""
 
 
 class ServerProcess:
@@ -53,17 +49,16 @@ class ServerProcess:
     log            file for its output; its folder is made
     env            its whole environment; None: this process's
     start_limit_s  wait_until_healthy waits so long
-    progress       is told what is waited for
     """
 
     def __init__(
         self, arguments: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None,
-        start_limit_s: float = 900.0, progress: Callable[[str], object] = print,
+        start_limit_s: float = 900.0,
     ):  # fmt: skip
         self.log = log
         self.url = ""
         self.arguments, self.env = list(arguments), env
-        self._start_limit_s, self._progress = start_limit_s, progress
+        self._start_limit_s = start_limit_s
         self._process: subprocess.Popen | None = None
 
     def __enter__(self) -> ServerProcess:
@@ -97,7 +92,7 @@ class ServerProcess:
                 raise self.error(f"was not healthy after {self._start_limit_s:g} s")
             if now - told > _TELL_EVERY_S:
                 told = now
-                self._progress(f"  still starting after {now - start:.0f} s ({self.log})")
+                print(f"  still starting after {now - start:.0f} s ({self.log})", flush=True)
             time.sleep(_POLL_S)
 
     def check_alive(self, when: str = "while it was in use") -> None:
@@ -115,7 +110,7 @@ class ServerProcess:
 
     def error(self, what: str) -> ServerError:
         """Make an error that says `what` of this server and ends with its log."""
-        return ServerError(f"the SGLang server {what} ({self.log})", log_tail(self.log))
+        return ServerError(f"the SGLang server {what} ({self.log}):\n{log_tail(self.log)}")
 
     def _ask(self, path: str, limit_s: float = _ANSWER_LIMIT_S, **request) -> str:
         try:

@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
                     provenance.save(args.json, meta, rows)
             except (ServerError, runs.ProgramError) as error:
                 failed = True
-                print(f"{backend}: {error}\n{getattr(error, 'log_tail', '')}", file=sys.stderr)
+                print(f"{backend}: {error}", file=sys.stderr)
     problems = runs.unequal(rows)
     for problem in problems:
         print(f"not the same work: {problem}", file=sys.stderr)

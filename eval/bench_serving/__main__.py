@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
                     rows.append(row)
                     provenance.save(args.json, meta, rows)
             except ServerError as error:
-                print(f"{backend} stopped: {error}\n{error.log_tail}", file=sys.stderr, flush=True)
+                print(f"{backend} stopped: {error}", file=sys.stderr, flush=True)
     if missing := wanted - len(rows):
         print(f"{missing} of {wanted} runs failed or were left out", file=sys.stderr)
     return int(missing > 0)

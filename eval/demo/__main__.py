@@ -64,7 +64,6 @@ def demo_server(
         log=workdir / f"server-{backend}.log",
         # A model of this size is too small for the policy to choose prefix kernels on a GPU.
         env={"PREFIX_ATTN_POLICY": "prefix", **os.environ, **({} if gpu else CPU_ENV)},
-        progress=console.print,
     )
 
 
@@ -104,10 +103,7 @@ def main(argv: list[str] | None = None) -> int:
         else:  # one after another: an idle server, which polls, would keep a core busy
             backends = (args.backend, "torch_native")
             runs = [run for b in backends for run in serve_workload([b], model, gpu, workload)]
-    except ServerError as error:
-        console.print(error.log_tail, style="dim", markup=False)
-        return fail(str(error))
-    except (WorkloadError, checkpoints.ModelError) as error:
+    except (ServerError, WorkloadError, checkpoints.ModelError) as error:
         return fail(str(error))
 
     ours, stock, *noise = runs

@@ -100,7 +100,7 @@ def test_sizes_follow_the_arguments_and_the_seed(program):
 def server(alive=True):
     def check_alive(when):
         if not alive:
-            raise ServerError(f"ended {when}", "its log")
+            raise ServerError(f"ended {when}")
 
     return SimpleNamespace(url="", flush_cache=lambda: None, counters=dict, check_alive=check_alive)
 

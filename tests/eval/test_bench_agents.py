@@ -73,7 +73,7 @@ def test_other_work_is_reported_and_fails_the_benchmark(name, monkeypatch, capsy
 def test_one_backend_that_fails_does_not_stop_the_others(monkeypatch, capsys, tmp_path):
     def serve(backend, folder, args):
         if backend == "prefix":
-            raise bench_agents.ServerError("no such thing", "the last line")
+            raise bench_agents.ServerError("no such thing:\nthe last line")
         yield row("judge", backend, 1.0)
 
     monkeypatch.setattr(bench_agents, "_serve", serve)
@@ -81,7 +81,7 @@ def test_one_backend_that_fails_does_not_stop_the_others(monkeypatch, capsys, tm
     argv = ["--device", "cpu", "--backends", "prefix,triton", "--json", str(out)]
     assert bench_agents.main(argv) == 1
     said = capsys.readouterr()
-    assert "prefix: no such thing\nthe last line" in said.err and "| judge | 1.00 s" in said.out
+    assert "prefix: no such thing:\nthe last line" in said.err and "| judge | 1.00 s" in said.out
     assert report.main([str(out)]) == 0
     assert "| judge | 1.00 s (1.000) |" in capsys.readouterr().out
 
