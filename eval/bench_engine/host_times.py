@@ -55,12 +55,9 @@ class HostTimes:
 
 
 def register() -> None:
-    target = os.environ.get(ENV)
-    if not target:
-        return
     from sgl_prefix_attn.step.preparer import StepPreparer
 
-    times = HostTimes(Path(target))
+    times = HostTimes(Path(os.environ[ENV]))
     start_preparer, prepare = StepPreparer.__init__, StepPreparer.prepare
 
     def watching_the_backend(self, *args, **kwargs):

@@ -75,12 +75,9 @@ def load(folder: Path, name: str, layer: int) -> LayerDump:
 
 def register() -> None:
     faults.register()
-    folder = os.environ.get(FOLDER_ENV)
-    if not folder:
-        return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    recorder = Recorder(Path(folder))
+    recorder = Recorder(Path(os.environ[FOLDER_ENV]))
     for target, hook in (
         ("sglang.srt.layers.radix_attention.RadixAttention.forward", recorder.around_attention),
         ("sglang.srt.model_executor.model_runner.ModelRunner.forward", recorder.around_step),

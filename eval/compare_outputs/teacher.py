@@ -71,12 +71,9 @@ def write(record: Path, steps: Iterable[Sampled]) -> None:
 
 def register() -> None:
     faults.register()
-    record = os.environ.get(RECORD_ENV)
-    if not record:
-        return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    recorder = Recorder(Path(record), read(Path(os.environ[TEACHER_ENV])))
+    recorder = Recorder(Path(os.environ[RECORD_ENV]), read(Path(os.environ[TEACHER_ENV])))
     target = "sglang.srt.model_executor.model_runner.ModelRunner.sample"
     HookRegistry.register(target, recorder.around_sample, HookType.AROUND)
 
