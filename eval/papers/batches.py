@@ -75,7 +75,7 @@ def active_sets() -> tuple[Batch, ...]:
     )  # fmt: skip
 
 
-def completing(prompt: int, shared: int, completion: int, batch: int) -> str:
+def completing(shared: int, completion: int = 64, batch: int = 32, prompt: int = 2048) -> str:
     """Write requests of a prompt, of which `shared` tokens are common, halfway through their
     completion, as a tree."""
     own = prompt - shared + completion // 2

@@ -26,13 +26,7 @@ _FEW = ("1,256_256,32", "1,2,64_1024,256,256", "1,4,16,512_1024,256,128,32", "25
 _STOCK = ("flashinfer", "fa3")
 _OURS = ("calibrated",)
 _THEIRS = "1.58, 1.00, 1.30, 1.05, 1.16"
-
-
-def _chunk(shared: int, completion: int = 64, batch: int = 32, prompt: int = 2048) -> str:
-    return completing(prompt, shared, completion, batch)
-
-
-_4096 = _chunk(4096, prompt=4096)
+_4096 = completing(4096, prompt=4096)
 
 _ALL = (
     Experiment(
@@ -165,36 +159,38 @@ _ALL = (
         "chunkattention-prefixes", "ChunkAttention, Table 3, section 4.1",
         (
             Claim("over PagedAttention with copies, 4096 of 4096 shared", "6.79",
-                  f.between((_chunk(0, prompt=4096), "flashinfer"), (_4096, "prefix")), "17.65"),
+                  f.between((completing(0, prompt=4096), "flashinfer"), (_4096, "prefix")),
+                  "17.65"),
             Claim("over PagedAttention on shared pages, 4096 of 4096 shared", "3.22",
                   f.between((_4096, "flashinfer"), (_4096, "prefix")), "10.09"),
             Claim("over PagedAttention, nothing of 1024 shared", "1.07",
-                  f.between((_chunk(0, prompt=1024), "flashinfer"),
-                            (_chunk(0, prompt=1024), "prefix")), "1.03"),
+                  f.between((completing(0, prompt=1024), "flashinfer"),
+                            (completing(0, prompt=1024), "prefix")), "1.03"),
             Claim("FlashAttention over ours, all nine", "not compared", f.ratio_span("fa3"),
                   "1.01 to 10.09"),
         ),
         "FlashInfer stands for PagedAttention. Prompts of which three quarters are shared are left "
         "out. Times are of one step, in the middle of a completion of 64 tokens.",
-        runs_of(trees(*(_chunk(n * part // 2, prompt=n) for n in (1024, 2048, 4096)
+        runs_of(trees(*(completing(n * part // 2, prompt=n) for n in (1024, 2048, 4096)
                         for part in range(3))), LLAMA2),
     ),
     Experiment(
         "chunkattention-completions", "ChunkAttention, Figure 3, section 4.1",
         tuple(
             Claim(f"over PagedAttention with copies, {n} tokens out", paper,
-                  f.between((_chunk(0, n), "flashinfer"), (_chunk(2048, n), "prefix")), expected)
+                  f.between((completing(0, n), "flashinfer"), (completing(2048, n), "prefix")),
+                  expected)
             for n, paper, expected in ((512, "3.65", "6.04"), (2048, "2.33", "2.72"))
         ),
         "One step halfway in place of the mean of all steps.",
-        runs_of(trees(*(_chunk(part, n) for n in (512, 2048) for part in (2048, 0))), LLAMA2),
+        runs_of(trees(*(completing(part, n) for n in (512, 2048) for part in (2048, 0))), LLAMA2),
     ),
     Experiment(
         "chunkattention-batches", "ChunkAttention, Figure 4, section 4.1",
         (
             *(
-                Claim(says, paper, f.between((_chunk(2048, batch=16), name),
-                                             (_chunk(2048, batch=96), name), 6), expected)
+                Claim(says, paper, f.between((completing(2048, batch=16), name),
+                                             (completing(2048, batch=96), name), 6), expected)
                 for says, paper, name, expected in (
                     ("tokens/s of 96 requests over those of 16", "1.45", "prefix", "4.00"),
                     ("the same, FlashInfer", "less (drawn)", "flashinfer", "1.11"),
@@ -204,7 +200,7 @@ _ALL = (
                   f.ratio_each("flashinfer"), "4.23, 7.24, 11.87, 15.27"),
         ),
         "Throughput of one layer's attention, as in the paper.",
-        runs_of(trees(*(_chunk(2048, batch=batch) for batch in (16, 32, 64, 96))), LLAMA2),
+        runs_of(trees(*(completing(2048, batch=batch) for batch in (16, 32, 64, 96))), LLAMA2),
     ),
     Experiment(
         "chunkattention-memory", "ChunkAttention, Table 4, section 4.2",
@@ -240,7 +236,7 @@ _ALL = (
         "loads asynchronously, and L2 prefetch made it slower "
         "([kernel log](../../docs/kernel-log.md#ablations)). Three batch sizes and outputs of "
         "many.",
-        runs_of(trees(*(completing(512, 0, n, batch) for n in (512, 2048, 8192)
+        runs_of(trees(*(completing(0, n, batch, 512) for n in (512, 2048, 8192)
                         for batch in (1, 16, 128))), LLAMA3),
     ),
     Experiment(
@@ -256,7 +252,7 @@ _ALL = (
         ),
         "Hit rates and stalls need hardware counters. 64 requests halfway through 4096 tokens; the "
         "shares are of what a copy reaches.",
-        runs_of(trees(completing(512, 0, 4096, 64)), LLAMA2, LLAMA3, QWEN14, QWEN7),
+        runs_of(trees(completing(0, 4096, 64, 512)), LLAMA2, LLAMA3, QWEN14, QWEN7),
     ),
 )
 

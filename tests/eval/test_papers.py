@@ -99,9 +99,9 @@ def test_a_mix_and_its_even_twin_have_as_many_tokens():
 
 
 def test_a_completion_is_taken_in_its_middle():
-    assert batches.completing(4096, 4096, 64, 32) == "1,32_4096,32"
-    assert batches.completing(2048, 1024, 512, 16) == "1,16_1024,1280"
-    assert batches.completing(512, 0, 2048, 128) == "128_1536"
+    assert batches.completing(4096, prompt=4096) == "1,32_4096,32"
+    assert batches.completing(1024, 512, 16) == "1,16_1024,1280"
+    assert batches.completing(0, 2048, 128, 512) == "128_1536"
 
 
 def test_bytes_and_operations_of_a_hand_counted_batch():
