@@ -58,12 +58,16 @@ class PlanLifetime:
             return "headroom"
         return None
 
-    def planned(self, batch: RunningBatch, reader: TreeReader, appends_left: int) -> None:
-        """Note that a plan was made for this batch; its own step needs no append."""
+    def planned(
+        self, batch: RunningBatch, reader: TreeReader, appends_left: int, has_grown: bool = False
+    ) -> None:
+        """Note that a plan was made for this batch; its own step needs no append. has_grown: all
+        but the lengths is as it was."""
         self._invalid = None
-        self._reqs = list(batch.reqs)
-        self._mapping = reader.mapping(batch.reqs)
-        self._compared = (), None
+        if not has_grown:
+            self._reqs = list(batch.reqs)
+            self._mapping = reader.mapping(batch.reqs)
+            self._compared = (), None
         self._next_lens = batch.seq_lens.copy()
         # stepped() is also called for the planned step itself, whose token the plan holds.
         self._appends_left = appends_left + 1

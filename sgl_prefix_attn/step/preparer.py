@@ -177,8 +177,9 @@ class StepPreparer(BatchPreparer):
     def _evaluate(self, facts: BatchFacts, cause: str, batch, reader, paths) -> Plan | None:
         """Evaluate the batch, with its paths or None; return the plan to load, None for stock
         kernels."""
-        known, self._paths = self._paths, None  # a try after one that fails reads them anew
-        if paths is None and cause == "headroom" and known is not None:
+        known = self._paths if cause == "headroom" else None
+        self._paths = None  # a try after one that fails reads them anew
+        if paths is None and known is not None:
             # The same requests have grown on the same paths, which take long to read.
             paths = replace(known, seq_lens=batch.seq_lens.astype(np.int32))
         paths = paths or self._read(batch)
@@ -189,7 +190,7 @@ class StepPreparer(BatchPreparer):
         self.counters.plan(cause, plan.stats)
         # A decision for stock kernels stands until the batch changes or has grown by the headroom.
         appends_left = plan.appends_left if is_prefix else self.settings.headroom
-        self.lifetime.planned(batch, reader, appends_left)
+        self.lifetime.planned(batch, reader, appends_left, has_grown=known is not None)
         self._count.evaluated(plan.stats, decision.variant)
         self._evaluated, self._paths = decision, paths
         self._dump.decided(paths, decision)

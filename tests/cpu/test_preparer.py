@@ -212,9 +212,12 @@ def test_requests_that_have_grown_are_planned_anew_on_the_paths_they_had(world, 
     steps, read = preparer(plan_with=planner(headroom=1)), preparer(plan_with=planner(headroom=1))
     for grown in (1, 2):
         run(steps, world, grown)
+    mapping, compared = RadixReader.mapping, []
     with monkeypatch.context() as patched:
         patched.setattr(RadixReader, "read_paths", lambda *_: 1 / 0)  # would be a stock step
+        patched.setattr(RadixReader, "mapping", lambda *a: compared.append(a) or mapping(*a))
         again = run(steps, world, 3)
+    assert len(compared) == 1, "by the lifetime alone"
     assert steps.counters.plans == {"first": 1, "headroom": 1}
     assert np.array_equal(again.new_plan.words, run(read, world, 3).new_plan.words)
 
