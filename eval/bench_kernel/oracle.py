@@ -35,13 +35,15 @@ class Judgement:
         self.error_torch = self.error(low)
 
     def error(self, out: torch.Tensor) -> Error:
-        """Measure an output; NaN in it makes the error NaN."""
+        """Measure an output; NaN in it makes the error NaN. Raises ValueError for another shape."""
+        if out.shape != self._truth.shape:
+            raise ValueError(f"output is {list(out.shape)}, expected {list(self._truth.shape)}")
         difference = out.to(torch.float64) - self._truth
         rows = difference.norm(dim=-1) / self._truth.norm(dim=-1)
         return Error(float(difference.norm() / self._truth.norm()), float(rows.max()))
 
     def problem(self, out: torch.Tensor) -> str | None:
-        """Say why an output is wrong, or return None. Raises ValueError for another shape."""
+        """Say why an output is wrong, or return None."""
         return why_wrong(out, self._truth, self._low)
 
 
