@@ -88,13 +88,13 @@ def gather_items(
             ok = (slot >= 0)[:, None]  # elsewhere the address is not read
             p_kv = (kv_ptr + times(slot, stride_kv))[:, None]
             mbarrier.wait(r.free0.index(stage), phase ^ 1)
-            copy(r.kr.index(stage), p_kv + VALUE_DIM + offs_r[None, :], ok)
-            copy(r.c0.index(stage), p_kv + offs_h[None, :], ok)
+            async_load(r.kr.index(stage), p_kv + VALUE_DIM + offs_r[None, :], mask=ok)
+            async_load(r.c0.index(stage), p_kv + offs_h[None, :], mask=ok)
             async_load(r.keys.index(stage), keys_ptr + at + offs_k)
             if not CLEAN:
                 async_copy.mbarrier_arrive(r.full0.index(stage), increment_count=False)
             mbarrier.wait(r.free1.index(stage), phase ^ 1)
-            copy(r.c1.index(stage), p_kv + HALF + offs_h[None, :], ok)
+            async_load(r.c1.index(stage), p_kv + HALF + offs_h[None, :], mask=ok)
             if CLEAN:
                 async_copy.commit_group()
                 async_copy.wait_group(0)
@@ -112,9 +112,9 @@ def gather_items(
                 p_r = rope_ptr + times(query, stride_rope) + head * stride_rope_head
                 mbarrier.wait(r.q_free.index(0), q_phase ^ 1)
                 q_phase ^= 1
-                copy(r.qr.index(0), p_r[:, None] + offs_r[None, :], ok_q[:, None])
-                copy(r.q0.index(0), p_q[:, None] + offs_h[None, :], ok_q[:, None])
-                copy(r.q1.index(0), p_q[:, None] + HALF + offs_h[None, :], ok_q[:, None])
+                async_load(r.qr.index(0), p_r[:, None] + offs_r[None, :], mask=ok_q[:, None])
+                async_load(r.q0.index(0), p_q[:, None] + offs_h[None, :], mask=ok_q[:, None])
+                async_load(r.q1.index(0), p_q[:, None] + HALF + offs_h[None, :], mask=ok_q[:, None])
                 async_copy.mbarrier_arrive(r.q_full.index(0), increment_count=False)
             slot = next_slot
             stage, phase = advance(stage, phase, STAGES)
@@ -122,11 +122,6 @@ def gather_items(
         turn += 1
         ticket = next_ticket
     return stage, phase, q_phase
-
-
-@gluon.jit
-def copy(to, pointers, ok):
-    async_load(to, pointers, mask=ok)
 
 
 @gluon.jit
