@@ -27,7 +27,7 @@ from sgl_prefix_attn.predict.record import CalibrationKey
 from sgl_prefix_attn.records import FA3, FLASHINFER, HeadConfig
 from sgl_prefix_attn.tools.argument_types import count
 from sgl_prefix_attn.tools.calibrate.batches import draw
-from sgl_prefix_attn.tools.calibrate_command import Unusable, find_gpu, new_meter, progress_bar
+from sgl_prefix_attn.tools.calibrate_command import find_gpu, new_meter, progress_bar
 from sgl_prefix_attn.tools.model_heads import parse_heads
 from sgl_prefix_attn.tools.named_gpus import add_kernels, family_on, server_of
 
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
         }
         for used in found.values():
             check_seeds(args.seeds, used.calibration)
-    except (Unusable, ValueError) as error:
+    except ValueError as error:
         parser.error(str(error))
     for name, used in found.items():
         print(f"{gpu.name}, {family}, {name}; {used.message}")

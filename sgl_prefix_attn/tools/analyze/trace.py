@@ -99,10 +99,7 @@ _ROW = np.dtype(
 
 
 class TraceBuilder:
-    """Collects requests, 28 bytes each and 8 for each block.
-
-    hash_tokens  tokens behind each hash id, None: as many as fit most prompts
-    """
+    """Collects requests, 28 bytes each and 8 for each block."""
 
     def __init__(self):
         self._rows, self._blocks = bytearray(), array("Q")
