@@ -57,7 +57,7 @@ class BatchPreparer:
         self.needs_lengths = False
         self._planner: Any = planner
         self._check_size = check_size
-        self._predictor = predictor if settings.policy != PREFIX else None
+        self._predictor = predictor
         self.problem = problem
         self._agree = agree
         self._least_saving_us = least_saving_us

@@ -82,7 +82,8 @@ class ExtendPreparer(BatchPreparer):
     ) -> Decision | None:
         """Decide without a look at the tree, where that can be."""
         against = self.problem or unsupported_tree(batch.tree_cache) or against
-        if against is None and self._predictor and query_lens.mean() >= self._planner.tile_queries:
+        chooses = self._predictor is not None and self.settings.policy != PREFIX
+        if against is None and chooses and query_lens.mean() >= self._planner.tile_queries:
             against = "full_tiles"  # each request fills tiles alone; planning them takes longest
         if against is None and self.settings.policy != STOCK:
             return None
