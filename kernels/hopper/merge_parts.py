@@ -20,24 +20,29 @@ from .shape import (
 from .softmax import with_sink
 
 MOST_POLLS = gl.constexpr(1 << 24)
+LEFT = gl.constexpr(1 << 16)  # more than the parts of a tile
 
 
 @gluon.jit
 def wait_for_parts(p_counter, parts):
-    """Wait until all parts of a tile are counted."""
+    """Wait until all parts of a tile are counted; below zero they are, and the first has left."""
     polls = 0
-    while read_counter(p_counter) < parts:
+    counted = read_counter(p_counter)
+    while (counted >= 0) & (counted < parts):
+        counted = read_counter(p_counter)
         polls += 1
         # in builds for debugging (TRITON_DEBUG=1) alone: seconds, where a part takes microseconds
         gl.device_assert(polls < MOST_POLLS, "a part of this tile was never counted")
 
 
 @gluon.jit
-def leave(p_counter, parts):
-    """Count who has merged a share; the last makes the counter 0 again, for the next launch."""
+def leave(p_counter, part, parts):
+    """Count that a part has merged its share. The first takes off all that the others count: when
+    all have left, the counter is 0 again, for the next launch, and nobody had to hear who is last.
+    """
     group_barrier()  # a warp that still polls would wait for good
-    if gl.atomic_add(p_counter, 1, sem="relaxed", scope="gpu") == 2 * parts - 1:
-        gl.store(p_counter, 0)
+    left = gl.where(part == 0, LEFT - (LEFT + 1) * parts, LEFT)
+    gl.atomic_add(p_counter, left, sem="relaxed", scope="gpu")
 
 
 @gluon.jit
@@ -65,7 +70,8 @@ def merge_share(
     p_counter = counters_ptr + (gl.load(p_item + I_COUNTER) * S.HEADS + head) * 2 + side
     wait_for_parts(p_counter, parts)
     share = (gl.minimum(rows - base, HALF_ROWS) + parts - 1) // parts
-    first = base + gl.load(p_item + I_PART) * share
+    part = gl.load(p_item + I_PART)
+    first = base + part * share
     end = gl.minimum(gl.minimum(first + share, base + HALF_ROWS), rows)
     # A thread holds 8 columns of a row: how many rows four warps hold, or twice as many
     FEW: gl.constexpr = 1024 // S.HEAD_DIM
@@ -84,7 +90,7 @@ def merge_share(
             out_ptr, lse_ptr, partial_out_ptr, partial_state_ptr, sinks_ptr, p_item, head, parts,
             first, end, stride_out, S, 8, FEW,
         )  # fmt: skip
-    leave(p_counter, parts)
+    leave(p_counter, part, parts)
 
 
 @gluon.jit

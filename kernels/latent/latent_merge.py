@@ -52,7 +52,8 @@ def merge_shares(
             rows = gl.load(p_item + I_ROWS)
             partial = gl.load(p_item + I_PARTIAL)
             share = (rows + parts - 1) // parts
-            first = gl.load(p_item + I_PART) * share
+            part = gl.load(p_item + I_PART)
+            first = part * share
             end = gl.minimum(first + share, rows)
             p_counter = counters_ptr + gl.load(p_item + I_COUNTER) * 2 + WG
             wait_for_parts(p_counter, parts)
@@ -76,7 +77,7 @@ def merge_shares(
                     first, end, parts, partial, p_item, out_ptr, lse_ptr, partial_out_ptr,
                     partial_state_ptr, stride_out, S, WG, 16, 2, 4,
                 )  # fmt: skip
-            leave(p_counter, parts)
+            leave(p_counter, part, parts)
             split_turns -= 1
 
 

@@ -154,7 +154,7 @@ FAULTS = {
     "a share is left out": ("merge_shares", "first = ", "first = share + 0 * "),
     "a row of each share is left out": ("merge_rows", "row < end", "row < end - 1"),
     "columns stay swapped": ("merge_rows", "result = swap_columns(", "result = (lambda x, _: x)("),
-    "a counter stays": ("leave", "== 2 * parts - 1", "== 2 * parts"),
+    "a counter stays": ("leave", "(LEFT + 1) * parts", "LEFT * parts"),
     "parts without their scales": ("add_parts", "(weight * scale)", "weight"),
     "no cleaning": ("gather_items", "clean_rows(", "(lambda *_: None)("),
     "the rope is left": ("clean_rows", "kr.slice(i, STEP).store", "(lambda *_: None)"),
