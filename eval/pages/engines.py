@@ -27,10 +27,11 @@ LAYERS = {
     "layers_h100": "none", "layers_h100_swap_tails": "two tails swapped",
     "layers_h100_skip_append": "a token not appended", "layers_h100_drop_node": "a node left out",
 }  # fmt: skip
-# On a GPU, in bfloat16: file -> model.
+# On a GPU, in bfloat16: file -> model, and the fault that was planted.
 LOGPROBS = {
     "logprobs_h100": "seeded Llama", "logprobs_h100_smollm2": "SmolLM2 135M",
-    "logprobs_h100_gemma3-270m": "Gemma 3 270M",
+    "logprobs_h200_gemma3-270m": "Gemma 3 270M",
+    "logprobs_h200_gemma3-270m_drop_node": "the same, a node left out",
 }  # fmt: skip
 # Of released checkpoints on a CPU: file -> model, planted fault.
 REAL_TEXT = {
