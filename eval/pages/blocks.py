@@ -15,12 +15,13 @@ PAGES = (
     "eval/results/servers.md",
 )  # fmt: skip
 _TABLES: tuple[Callable[[], str], ...] = (
-    servers.readme, servers.loads, servers.rates, servers.agents, engines.token_times,
-    engines.kinds, engines.speculative, engines.first_tokens, engines.host_time,
-    engines.outputs, engines.logprobs, engines.real_text, kernels.over_the_floor, kernels.by_tree,
-    kernels.long_contexts, kernels.other_heads, kernels.narrow_kv, kernels.latent,
-    kernels.invariant, kernels.ablations, kernels.several_tokens, decisions.policy,
-    decisions.against_fa3, decisions.row_tile_rates, decisions.experiments, decisions.index,
+    servers.readme, servers.loads, servers.rates, servers.starts, servers.agents,
+    engines.token_times, engines.kinds, engines.speculative, engines.first_tokens,
+    engines.host_time, engines.outputs, engines.logprobs, engines.real_text,
+    kernels.over_the_floor, kernels.by_tree, kernels.long_contexts, kernels.other_heads,
+    kernels.narrow_kv, kernels.latent, kernels.invariant, kernels.ablations,
+    kernels.several_tokens, decisions.policy, decisions.against_fa3, decisions.row_tile_rates,
+    decisions.experiments, decisions.index,
 )  # fmt: skip
 TABLES = {table.__name__: table for table in _TABLES}
 BLOCK = re.compile(r"<!-- table: (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)

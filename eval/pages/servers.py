@@ -27,6 +27,7 @@ README_ROWS = (
     ("serving_h200", "agent", "160 requests below 16 tool prompts"),
     ("serving_h200", "unshared", "192 prompts with nothing in common"),
 )
+STARTS = ("serving_h200", "serving_loads_h100", "serving_repeated_h100")
 TITLES = {"default": "default", "flashinfer": "FlashInfer"}
 STOCK = tuple(TITLES)
 
@@ -88,6 +89,15 @@ def rates() -> str:
             lines.append((f"`{load}`", machine, f"{asked:.1f} ({rate})", *times))
     columns = ("load", "machine", "requests/s", "TTFT p50", "TPOT p50", "TPOT p99")
     return f"{table(columns, lines)}\n\n{source(*dict.fromkeys(files))}"
+
+
+@page_table("measured on | the first server | later ones", *STARTS)
+def starts():
+    """Seconds until servers were ready, in the order in which a machine started them."""
+    for name in STARTS:
+        seconds = {(row["alternation"], row["backend"]): row["start_s"] for row in rows(name)}
+        first, *later = (f"`{of}` {taken:.0f}" for (_, of), taken in seconds.items())
+        yield place(name), first, ", ".join(later)
 
 
 def agents() -> str:
