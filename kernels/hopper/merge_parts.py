@@ -27,7 +27,7 @@ LEFT = gl.constexpr(1 << 16)  # more than the parts of a tile
 def wait_for_parts(p_counter, parts):
     """Wait until all parts of a tile are counted; below zero they are, and the first has left."""
     polls = 0
-    counted = read_counter(p_counter)
+    counted = 0
     while (counted >= 0) & (counted < parts):
         counted = read_counter(p_counter)
         polls += 1
