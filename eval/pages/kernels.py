@@ -104,16 +104,12 @@ def other_heads():
 )
 def narrow_kv():
     """Time over caches of float8_e4m3fn in units of our own over bfloat16 ones, from tree to tree,
-    and the fastest peer's over e4m3 caches in units of ours; heads as the first file has them."""
-    shown: set[str] = set()
+    and the fastest peer's over e4m3 caches in units of ours."""
     for name in E4M3:
         by: dict[str, dict[str, dict]] = {}
         for (heads, _, _, dtype), trees in over_floor.group(rows(name)).items():
             by.setdefault(heads, {})[dtype] = trees
         for heads, found in by.items():
-            if heads in shown:
-                continue
-            shown.add(heads)
             wide, narrow = found["bf16"], found["fp8_e4m3"]
             times = [narrow[tree]["prefix"]["us"] / wide[tree]["prefix"]["us"] for tree in wide]
             peers = [over_floor.ratio_to_peer(trees, "prefix") for trees in narrow.values()]
