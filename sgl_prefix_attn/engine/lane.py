@@ -22,6 +22,7 @@ from sgl_prefix_attn.engine import model_facts, sglang_config
 from sgl_prefix_attn.engine.build import Execution, padding_plan
 from sgl_prefix_attn.engine.cross_check import check_layer
 from sgl_prefix_attn.engine.ranks import prepared
+from sgl_prefix_attn.execute.backends.new_kv import store_narrow
 from sgl_prefix_attn.execute.params import LayerParams
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.records import PREFIX, Decision
@@ -179,6 +180,7 @@ class Lane:
         if save_kv_cache and k is not None:
             self._write_kv(k, v, layer, forward_batch, kwargs.get("k_rope"))
         rest = kwargs.get("q_rope")
+        k_scale, v_scale = _scales(layer)
         # Gemma 3 has another dimension before its rows.
         row = layer.tp_q_head_num, layer.head_dim if rest is None else layer.v_head_dim
         rows = q.reshape(-1, *row)
@@ -195,8 +197,8 @@ class Lane:
                     sm_scale=layer.scaling,
                     soft_cap=layer.logit_cap,
                     sinks=kwargs.get("sinks"),
-                    k_scale=1.0 if layer.k_scale_float is None else layer.k_scale_float,
-                    v_scale=1.0 if layer.v_scale_float is None else layer.v_scale_float,
+                    k_scale=k_scale,
+                    v_scale=v_scale,
                     q_rope=None if rest is None else rest.reshape(*rows.shape[:2], -1),
                 )
             )
@@ -218,11 +220,12 @@ class Lane:
         if self._heads.latent_dim:
             pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
             return
-        narrow = self._runner.kv_cache_dtype != self._runner.dtype
-        if narrow and layer.k_scale is not None and not forward_batch.forward_mode.is_decode():
-            # SGLang divides by the scales in place, and stock attention of several tokens a
-            # request, which a check or a failure may still run, reads more than the pool.
-            k, v = k.clone(), v.clone()
+        if self._runner.kv_cache_dtype != self._runner.dtype:
+            # SGLang takes more launches, and divides in place what stock attention of several
+            # tokens a request may still read, in a check or after a failure.
+            caches = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+            store_narrow(k, v, *caches, forward_batch.out_cache_loc, *_scales(layer))
+            return
         loc = KVWriteLoc(forward_batch.out_cache_loc)
         pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)
 
@@ -266,3 +269,10 @@ class Lane:
         out = q.new_empty(*q.shape[:2], self._heads.value_dim)
         out[step.rows :] = 0
         return out
+
+
+def _scales(layer) -> tuple[float, float]:
+    """Return what a layer's keys and values are divided by in its KV cache."""
+    both = layer.k_scale_float, layer.v_scale_float
+    k_scale, v_scale = (1.0 if scale is None else scale for scale in both)
+    return k_scale, v_scale

@@ -14,6 +14,7 @@ import torch
 from sgl_prefix_attn.execute.backends.choice import new_backend
 from sgl_prefix_attn.execute.backends.family import HOPPER
 from sgl_prefix_attn.execute.backends.kernel_backend import KernelBackend
+from sgl_prefix_attn.execute.backends.new_kv import store_narrow
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.full_attention import full_attention
 from sgl_prefix_attn.execute.params import Capacity, LayerParams
@@ -28,6 +29,8 @@ from sgl_prefix_attn.records import HeadConfig, PathTable
 _SHARED, _TAILS = 300, (1, 64, 150)
 _ROW = 512  # columns of req_to_token
 _SCALES = 0.7, 1.7  # of keys and values of a KV cache that is unlike the model
+# Half a step of float8_e4m3fn, relative with what a scale and a quotient are rounded by, and least.
+_HALF_STEP, _HALF_LEAST = 2**-4 + 2**-7, 2**-10
 # KV positions of aligned plans' parts: all of these requests have several of the first, and some
 # have one of the second.
 _SHORT_PARTS = 128, 256
@@ -86,7 +89,8 @@ def check_kernels(
     sinks = None
     if sinks_dtype is not None:  # from far below to far above the scores
         sinks = torch.linspace(-4, 12, heads.num_qo_heads).to(device, sinks_dtype)
-    rising, k, v = (cache.to(kv_dtype or dtype) for cache in (rising, k, v))
+    if kv_dtype not in (None, dtype):
+        k, v, rising = (_stored(new, kv_dtype) for new in (k, v, rising))
     values = [x[..., : heads.latent_dim] if heads.latent_dim else v for x in (rising, k)]
     scales = (1.0, 1.0) if kv_dtype in (None, dtype) else _SCALES
     # before and after a step, of each layer
@@ -129,6 +133,18 @@ def check_kernels(
         first = first or outs
         if backend.part_tokens and not all(map(torch.equal, first, outs)):
             raise RuntimeError("the kernels' self-test: another plan gives a request other bits")
+
+
+def _stored(new: torch.Tensor, kv_dtype: torch.dtype) -> torch.Tensor:
+    """Return a narrow cache of these rows, as new tokens are written."""
+    cache, other = (torch.zeros_like(new, dtype=kv_dtype) for _ in _SCALES)
+    store_narrow(new, new, cache, other, torch.arange(len(new), device=new.device), *_SCALES)
+    for stored, scale in zip((cache, other), _SCALES, strict=True):
+        exact = new.double()
+        off = (stored.double() * scale - exact).abs()
+        if not (off <= exact.abs() * _HALF_STEP + scale * _HALF_LEAST).all():  # NaN, too
+            raise RuntimeError("the kernels' self-test: KV that is stored is off what it was")
+    return cache
 
 
 def _expected(layer: LayerParams, table: torch.Tensor, pool: torch.Tensor) -> list[torch.Tensor]:

@@ -52,9 +52,11 @@ ROOMS = {
 }
 SGLANG_IMPORTERS = {"engine", "metrics", "patches", "plugin"}
 LAUNCHERS = {
-    f"{PACKAGE}.execute.backends.{kind}_backend"
-    for kind in ("hopper", "latent", "portable", "kernel")
-}
+    f"{PACKAGE}.execute.backends.{name}"
+    for name in (
+        "hopper_backend", "latent_backend", "portable_backend", "kernel_backend", "new_kv"
+    )
+}  # fmt: skip
 
 
 def module_names(path: Path, module: str) -> set[str]:

@@ -8,6 +8,7 @@ import torch
 
 from sgl_prefix_attn.execute.backends.choice import why_no_backend, why_no_hopper
 from sgl_prefix_attn.execute.backends.family import HOPPER
+from sgl_prefix_attn.execute.backends.new_kv import store_narrow
 from sgl_prefix_attn.execute.self_test import check_kernels, self_test_paths
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.records import HeadConfig
@@ -92,3 +93,18 @@ def test_the_self_test_passes(shape, family):
     made, tree = planner_of(backend, headroom=2), build_forest(self_test_paths())
     plans = [made.serialize(tree, cut) for cut in made.cuts(tree)]
     check_kernels(backend, plans, soft_cap, E4M3)
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.7, 1.7)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_new_tokens_are_the_bits_that_torch_makes(dtype, scales):
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no float8_e4m3fn here")
+    packed = torch.randn(37, 16 * 256, device=DEVICE).mul_(4).to(dtype)
+    k, v = (half.view(37, 16, 128) for half in packed.chunk(2, 1))
+    caches = [torch.zeros(64, 16, 128, dtype=E4M3, device=DEVICE) for _ in scales]
+    slots = torch.randperm(64, device=DEVICE)[:37]
+    store_narrow(k, v, *caches, slots, *scales)
+    for new, cache, scale in zip((k, v), caches, scales, strict=True):
+        divided = new.clone().div_(torch.tensor(scale, device=DEVICE)).to(E4M3)
+        assert torch.equal(cache[slots].view(torch.uint8), divided.view(torch.uint8))
