@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eval.pages.results import load, page_table, place, rows, span
+from eval.pages.results import gpu_of, load, page_table, place, rows, span
 
 SHAPES = ("models_qwen3-8b", "models_qwen2.5-7b", "models_glm4.5-air_tp8",
           "models_llama3.1-70b_tp8", "models_qwen3-30b-a3b_tp4")  # fmt: skip
@@ -10,6 +10,7 @@ ENGINES = ("engine_h100_sglang_0.5.17", "engine_h200_sglang_0.5.17", "engine_h20
 # Of other layers, KV and modes, by what the page calls them.
 KINDS = {
     "engine_h100_e4m3": "KV of e4m3", "engine_h100_e4m3_unshared": "KV of e4m3",
+    "engine_h200_e4m3_bf16": "KV of e4m3, over our own bf16",
     "engine_h100_latent": "latent KV", "engine_h100_deepseek-v3": "latent KV",
     "engine_h100_kimi-k2": "latent KV",
     "engine_h100_qwen3.5": "linear layers", "engine_h100_qwen3-next": "linear layers",
@@ -30,6 +31,8 @@ LAYERS = {
 # On a GPU, in bfloat16: file -> model, and the fault that was planted.
 LOGPROBS = {
     "logprobs_h100": "seeded Llama", "logprobs_h100_smollm2": "SmolLM2 135M",
+    "logprobs_h200_smollm2": "SmolLM2 135M",
+    "logprobs_h200_smollm2_drop_node": "the same, a node left out",
     "logprobs_h200_gemma3-270m": "Gemma 3 270M",
     "logprobs_h200_gemma3-270m_drop_node": "the same, a node left out",
 }  # fmt: skip
@@ -61,23 +64,26 @@ def token_times():
                    *times, f"{row['ratio']:.3f}")  # fmt: skip
 
 
-@page_table("model shape | kind | requests | stock, ms | prefix, ms | ratio (of turns)", *KINDS)
+@page_table(
+    "model shape | GPU | kind | requests | beside, ms | prefix, ms | ratio (of turns)", *KINDS
+)
 def kinds():
     """TPOT of engines over other layers and KV, and deterministic ones, and each turn's ratio."""
     for name, kind in KINDS.items():
+        baseline = load(name)["meta"]["baseline"]
         for own in rows(name):
-            if "prefix" not in own["backend"]:
+            if "prefix" not in own["backend"] or own["backend"] == baseline:
                 continue
-            stock = ", ".join(
+            beside = ", ".join(
                 f"`{row['backend']}` {row['tpot_ms']:.2f}"
                 for row in rows(name)
-                if row["workload"] == own["workload"] and "prefix" not in row["backend"]
+                if row["workload"] == own["workload"] and row["backend"] != own["backend"]
             )
             each = zip(own["each_tpot_ms"], own["baseline_each_tpot_ms"], strict=True)
             turns = [one / other for one, other in each]
             ratio = f"{own['ratio']:.3f} ({span(turns, '.3f')})"
-            yield (load(name)["meta"]["model_shape"], kind, f"`{own['workload']}`", stock,
-                   f"{own['tpot_ms']:.2f}", ratio)  # fmt: skip
+            yield (load(name)["meta"]["model_shape"], gpu_of(name), kind, f"`{own['workload']}`",
+                   beside, f"{own['tpot_ms']:.2f}", ratio)  # fmt: skip
 
 
 @page_table(

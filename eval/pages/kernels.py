@@ -17,9 +17,13 @@ NAMES = {
     "prefix:invariant": "aligned plans", "fa3:one_split": "FlashAttention 3, one split",
     "flashmla": "FlashMLA", "flashinfer:mla": "FlashInfer",
 }  # fmt: skip
-HEADS = ("kernel_h100_slices", "kernel_h100_16-8", "kernel_h100_32-32", "kernel_h100_32-4")
-E4M3 = ("kernel_h100_e4m3", "kernel_h100_e4m3_heads")
-WIDE_HEADS = ("kernel_h100_256", "kernel_h200_256")
+HEADS = (
+    "kernel_h100_slices", "kernel_h100_16-8", "kernel_h100_32-32", "kernel_h100_32-4",
+    "kernel_h200_heads", "kernel_h200_64", "kernel_h200_pages", "kernel_h100_256",
+    "kernel_h200_256",
+)  # fmt: skip
+E4M3 = ("kernel_h100_e4m3", "kernel_h100_e4m3_heads", "kernel_h200_e4m3")
+INVARIANT = ("invariant_h100", "invariant_h200")
 LONG = ("kernel_h100_long", "kernel_h200_long")
 MULTI_TOKEN = ("multi_token_h100", "multi_token_h200")
 # Files of ablations -> batches, and each of them with what it changes; the rest are on unshared
@@ -79,14 +83,14 @@ def long_contexts():
 
 
 @page_table(
-    "heads | head dim | GPU | trees | Hopper kernel | PAT | best of SGLang's | "
+    "heads | head dim | page size | GPU | trees | Hopper kernel | PAT | best of SGLang's | "
     "fastest peer / ours",
-    *HEADS, *WIDE_HEADS,
-)  # fmt: skip
+    *HEADS,
+)
 def other_heads():
     """Time / floor of other heads, and the fastest peer's time over ours from tree to tree."""
-    for name in (*HEADS, *WIDE_HEADS):
-        for (heads, head_dim, _, _), trees in over_floor.group(rows(name)).items():
+    for name in HEADS:
+        for (heads, head_dim, page_size, _), trees in over_floor.group(rows(name)).items():
             means = {entry["provider"]: entry for entry in over_floor.means(trees)}
             own = "prefix" if "prefix" in means else "prefix:row_tiles"
             peers = [over_floor.ratio_to_peer(by, own) for by in trees.values()]
@@ -94,11 +98,11 @@ def other_heads():
                 f"{means[p]['all']:.2f}" if p in means else "-" for p in (own, "pat", "best stock")
             )
             ratios = span(peers, ".2f") if None not in peers else "-"
-            yield heads, head_dim, gpu_of(name), len(trees), *cells, ratios
+            yield heads, head_dim, page_size, gpu_of(name), len(trees), *cells, ratios
 
 
 @page_table(
-    "heads | commit | e4m3 over bf16 | of a tree | fastest peer / ours | "
+    "heads | GPU | commit | e4m3 over bf16 | of a tree | fastest peer / ours | "
     "errors: ours, FlashInfer's, FlashAttention 3's",
     *E4M3,
 )
@@ -118,8 +122,9 @@ def narrow_kv():
                 for p in ("prefix", "flashinfer", "fa3")
                 if p in next(iter(narrow.values()))
             )
-            yield (heads, load(name)["meta"]["commit"], f"{geometric_mean(times):.3f}",
-                   span(times, ".2f"), "-" if None in peers else span(peers, ".2f"),
+            yield (heads, gpu_of(name), load(name)["meta"]["commit"],
+                   f"{geometric_mean(times):.3f}", span(times, ".2f"),
+                   "-" if None in peers else span(peers, ".2f"),
                    ", ".join(f"{error:.1e}" for error in errors))  # fmt: skip
 
 
@@ -141,15 +146,15 @@ def latent() -> str:
     return f"{table(('tree', *titles), lines)}\n\n{source(name)}"
 
 
-@page_table("kernels | over | mean of 20 trees | of a tree", "invariant_h100")
+@page_table("kernels | over | GPU | mean of 20 trees | of a tree", *INVARIANT)
 def invariant():
     """What plans and kernels of deterministic inference cost, and what FlashAttention 3 takes that
     splits no KV: mean, least and largest of a tree."""
-    trees = _trees("invariant_h100").values()
     for above, below in (("prefix:invariant", "prefix"), ("fa3:one_split", "prefix:invariant")):
-        ratios = [by[above]["us"] / by[below]["us"] for by in trees]
-        yield (NAMES[above], NAMES[below], f"{geometric_mean(ratios):.2f}",
-               span(ratios, ".2f"))  # fmt: skip
+        for name in INVARIANT:
+            ratios = [by[above]["us"] / by[below]["us"] for by in _trees(name).values()]
+            yield (NAMES[above], NAMES[below], gpu_of(name), f"{geometric_mean(ratios):.2f}",
+                   span(ratios, ".2f"))  # fmt: skip
 
 
 @page_table(
