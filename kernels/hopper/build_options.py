@@ -22,14 +22,14 @@ class Config:
 
 # By head dim.
 CONFIGS = {
-    64: Config(stages=7, consumer_regs=208, producer_regs=88),
+    64: Config(stages=7, consumer_regs=200, producer_regs=104),
     128: Config(stages=5, consumer_regs=200, producer_regs=104),
     256: Config(stages=2, consumer_regs=232, producer_regs=48),
 }
 # Over a KV cache of float8_e4m3fn.
 NARROW_CONFIGS = {
-    64: Config(stages=6, consumer_regs=208, producer_regs=88),
-    128: Config(stages=6, consumer_regs=208, producer_regs=88),
+    64: Config(stages=6, consumer_regs=200, producer_regs=104),
+    128: Config(stages=6, consumer_regs=200, producer_regs=104),
 }
 
 
