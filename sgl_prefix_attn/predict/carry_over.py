@@ -22,6 +22,7 @@ from sgl_prefix_attn.records import FLASHINFER, HeadConfig
 _SOURCES: tuple[Source, ...] = ("judged", "measured", "shipped", "scaled", "conservative")
 _H100 = "NVIDIA H100 80GB HBM3"  # on which those of rates_of are fitted
 _FITTED_BYTES = 2  # of an element of the KV that they are fitted to
+_BLOCK_RATES = ("wide", "narrow", "wide_masked", "narrow_masked")
 # Up to this head dim a block's softmax does not wait for its scores, so that rates are others.
 _NARROW = 128
 
@@ -98,9 +99,10 @@ def _rates(
     here = [found for found in fitted if (found.key.gpu, found.num_sms) == (key.gpu, num_sms)]
     if here:
         best = here[0]
+        rates = _for_dim_of(best, key)
         if best.key.kv_bytes != key.kv_bytes:
-            return _for_kv_of(best.rates, best.key.kv_bytes, key), "scaled"
-        return best.rates, _as_shipped(best)
+            return _for_kv_of(rates, best.key.kv_bytes, key), "scaled"
+        return rates, "scaled" if rates != best.rates else _as_shipped(best)
     rates = _for_kv_of(dict(vars(rates_of(key.family, key.heads)())), _FITTED_BYTES, key)
     # Of e4m3 they hold together, and not beside another memory.
     usual = [found for found in fitted if found.key.kv_bytes == _FITTED_BYTES]
@@ -124,6 +126,13 @@ def _rates_alike(one: HeadConfig, other: HeadConfig) -> bool:
     if one.latent_dim or other.latent_dim:
         return (one.head_dim, one.latent_dim) == (other.head_dim, other.latent_dim)
     return (one.head_dim <= _NARROW) == (other.head_dim <= _NARROW)
+
+
+def _for_dim_of(found: Calibration, key: CalibrationKey) -> dict[str, float]:
+    """Turn rates into those of the key's head dim: a block of fewer dimensions takes as long as
+    what they were fitted to (kernel_h200_64.json), and KernelRates counts it by its dimensions."""
+    ratio = max(1.0, found.key.heads.head_dim / key.heads.head_dim)
+    return found.rates | {name: found.rates[name] * ratio for name in _BLOCK_RATES}
 
 
 def _for_kv_of(rates: dict[str, float], kv_bytes: int, key: CalibrationKey) -> dict[str, float]:
