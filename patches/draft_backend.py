@@ -10,4 +10,4 @@ WHY = "SGLang makes the backends of draft steps by names of its own, not from it
 
 def hook(stock, factory, *_args, **_kwargs):
     """Put plans beside what create_decode_backend made, where the draft model allows them."""
-    return planned_drafts(factory.draft_model_runner, factory.topk, stock)
+    return planned_drafts(factory.draft_model_runner, stock)

@@ -259,12 +259,11 @@ class PrefixAttnBackend(AttentionBackend):
     def _take_up_stock_extend(self) -> None:
         """Have batches that FlashInfer extends and verifies slowly run what SGLang would choose."""
         kinds, default = self.extends.kinds, sglang_config.default_backend(self._runner.server_args)
-        chains = kinds.verify and model_facts.verifies_chains(self._runner.server_args)
-        if self.fallback.name != default and (kinds.prefill or chains):
+        if self.fallback.name != default and kinds.any:
             extending = create_stock(self._runner, default)
             if kinds.prefill:
                 self._stock_extend = extending
-            if chains:
+            if kinds.verify:
                 self._stock_verify = extending
 
     def _graph_stocks(self) -> set[AttentionBackend]:

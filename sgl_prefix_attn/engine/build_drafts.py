@@ -21,19 +21,18 @@ logger = logging.getLogger(__name__)
 TIMED = (None, FLASHINFER, FA3)
 
 
-def plan_drafts(runner, topk: int, stock):
+def plan_drafts(runner, stock):
     """Return the backend of a draft model's decode steps: `stock`, SGLang's own, with plans beside
     it where batches that verify may run plans and the draft model allows its own.
 
     runner  the draft model's ModelRunner
-    topk    tokens that a step drafts for each request
 
     Raises as build() does, but for NoKernels.
     """
     settings = Settings.from_env()
     if not PlannedKinds.of(runner.server_args, settings).verify:
         return stock
-    if (why_not := why_stock(runner, topk, settings)) is not None:
+    if (why_not := why_stock(runner, settings)) is not None:
         return _left_alone(stock, why_not)
     settings = replace(settings, dump="")  # dumps are of decisions about the target model
     # The plan of a round holds its first step's tokens, and grows by those of the others.
@@ -47,16 +46,12 @@ def plan_drafts(runner, topk: int, stock):
     return PlannedDrafts(runner, stock, execution, settings, counters)
 
 
-def why_stock(runner, topk: int, settings: Settings) -> str | None:
-    """Say why no decode step of a draft model can run a plan, or None."""
+def why_stock(runner, settings: Settings) -> str | None:
+    """Say why no decode step of a draft model that drafts chains can run a plan, or None."""
     algorithm = model_facts.speculative(runner.server_args)
     options = sglang_config.options(runner.server_args)
     if settings.policy == STOCK:
         return "forced"
-    if algorithm not in model_facts.DRAFT_IN_STEPS:
-        return algorithm
-    if topk != 1:
-        return "draft_tree"
     if options.speculative_draft_window_size:
         return "draft_window"  # SGLang's draft backends then read less than all
     model = model_facts.unsupported_model(runner)

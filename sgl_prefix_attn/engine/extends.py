@@ -42,15 +42,14 @@ class PlannedKinds:
 
     @classmethod
     def of(cls, server_args, settings: Settings) -> "PlannedKinds":
-        """Verification is planned where SGLang does it with the decode backend, or where prefill
-        is."""
+        """Verification of chains is planned where SGLang does it with the decode backend, or where
+        prefill is."""
         prefill_name, decode_name = sglang_config.attention_backends(server_args)
         options = sglang_config.options(server_args)
         prefill = prefill_name == BACKEND_NAME and settings.prefill
-        mode, algorithm = options.speculative_attention_mode, options.speculative_algorithm
-        by_decode = mode == "decode" and algorithm is not None
-        chains = algorithm != "NGRAM"  # whose drafts hardly ever are
-        return cls(prefill, decode_name == BACKEND_NAME and chains and (prefill or by_decode))
+        verified = prefill or options.speculative_attention_mode == "decode"
+        chains = model_facts.verifies_chains(server_args)
+        return cls(prefill, decode_name == BACKEND_NAME and chains and verified)
 
     @property
     def any(self) -> bool:

@@ -162,6 +162,8 @@ def no_draft_steps(server_args) -> str | None:
         return "multi_layer"  # each layer drafts a token, and none decodes
     if algorithm not in DRAFT_IN_STEPS:
         return algorithm
+    if not verifies_chains(server_args):
+        return "draft_tree"
     return "one_step" if options.speculative_num_steps == 1 else None
 
 

@@ -74,7 +74,7 @@ def _is_of(backend, module: str, name: str) -> bool:
     return loaded is not None and isinstance(backend, getattr(loaded, name))
 
 
-def planned_drafts(draft_runner, topk: int, stock):
+def planned_drafts(draft_runner, stock):
     """Return the backend of a draft model's decode steps, `stock` with plans beside it or `stock`
     alone (build_drafts.plan_drafts).
 
@@ -85,4 +85,4 @@ def planned_drafts(draft_runner, topk: int, stock):
         return stock  # a server of other backends need not have our variables right
     from sgl_prefix_attn.engine.build_drafts import plan_drafts
 
-    return plan_drafts(draft_runner, topk, stock)
+    return plan_drafts(draft_runner, stock)

@@ -107,6 +107,7 @@ class Drafts:
             monkeypatch.setenv(f"PREFIX_ATTN_{name}", value)
         defaults = {
             "speculative_algorithm": "EAGLE",
+            "speculative_eagle_topk": topk,
             "speculative_draft_window_size": None,
             "speculative_use_rejection_sampling": False,
         }

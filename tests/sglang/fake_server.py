@@ -32,6 +32,12 @@ PLAIN_SERVER = {
 }
 
 
+def speculate(monkeypatch, algorithm="EAGLE", topk=1):
+    """Let the servers of a test verify drafts, chains where nothing else is asked for."""
+    monkeypatch.setitem(PLAIN_SERVER, "speculative_algorithm", algorithm)
+    monkeypatch.setitem(PLAIN_SERVER, "speculative_eagle_topk", topk)
+
+
 class Stock(AttentionBackend):
     """Stock attention that answers 7; calls are the methods called, trace the kernels run, saved
     whether each decode was to write KV."""

@@ -11,7 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.records import Decision
 from sgl_prefix_attn.step.policy import LENGTHS_AWAITED, STOCK_STEPS
-from tests.sglang.fake_server import PLAIN_SERVER, Server
+from tests.sglang.fake_server import Server, speculate
 from tests.sglang.test_verify import PREFIX, VerifyRunner, eager, expected, verify_batch
 
 SHARED = 40  # tokens of the node that all requests are below
@@ -21,7 +21,7 @@ class Chains:
     """Three requests that verify step by step; grown [B]: tokens of each beyond the cached ones."""
 
     def __init__(self, monkeypatch, in_graphs: bool):
-        monkeypatch.setitem(PLAIN_SERVER, "speculative_algorithm", "EAGLE")
+        speculate(monkeypatch)
         self.server = Server(monkeypatch, prefill="prefix")
         self.world, self.pool = self.server.world, self.server.runner.token_to_kv_pool
         self.runner = VerifyRunner(self.server) if in_graphs else None

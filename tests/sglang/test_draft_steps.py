@@ -354,7 +354,7 @@ def test_on_a_gpu_the_policy_must_fit(start, monkeypatch, settings, asked, reaso
     monkeypatch.setattr(drafts.runner, "device", "cuda")
     for name in ("dtype", "kv_cache_dtype"):
         monkeypatch.setattr(drafts.runner, name, torch.bfloat16)
-    assert build_drafts.why_stock(drafts.runner, 1, Settings(**settings)) == reason
+    assert build_drafts.why_stock(drafts.runner, Settings(**settings)) == reason
 
 
 def test_without_verification_over_plans_drafts_keep_sglangs_backend(start):

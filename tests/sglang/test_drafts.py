@@ -10,7 +10,7 @@ from sglang.srt.speculative import draft_utils
 from sgl_prefix_attn.engine import fallback
 from sgl_prefix_attn.engine.runner_backend import find_backend
 from sgl_prefix_attn.plugin import entry_point
-from tests.sglang.fake_server import PLAIN_SERVER, Server
+from tests.sglang.fake_server import PLAIN_SERVER, Server, speculate
 from tests.sglang.test_verify import TOKENS
 
 
@@ -19,7 +19,7 @@ def start(monkeypatch):
     """Start a server that drafts by an algorithm."""
 
     def started(algorithm):
-        monkeypatch.setitem(PLAIN_SERVER, "speculative_algorithm", algorithm)
+        speculate(monkeypatch, algorithm)
         return Server(monkeypatch, prefill="prefix")
 
     return started

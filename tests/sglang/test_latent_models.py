@@ -16,7 +16,7 @@ from sgl_prefix_attn.records import Decision
 from sgl_prefix_attn.settings import Settings
 from tests.sglang.conftest import Engines
 from tests.sglang.engine import STOCK, Config, plain
-from tests.sglang.fake_server import HQ, LATENT, PLAIN_SERVER, D, Server, Stock
+from tests.sglang.fake_server import HQ, LATENT, D, Server, Stock, speculate
 from tests.sglang.test_extends import PrefillServer
 from tests.sglang.test_verify import expected, verify_batch
 from tests.support.tiny_models import write_tiny
@@ -151,7 +151,7 @@ def test_prompts_are_stock(monkeypatch, policy):
 
 
 def test_drafts_are_verified_over_plans(monkeypatch):
-    monkeypatch.setitem(PLAIN_SERVER, "speculative_algorithm", "EAGLE")
+    speculate(monkeypatch)
     server = Server(monkeypatch, prefill="prefix", latent=True)
     for grown in (1, 5, 6):
         batch = verify_batch(server, grown)

@@ -168,11 +168,13 @@ def test_a_pair_of_sglangs_own_is_taken_apart(world, served_alone, prefill, expe
 
 
 @pytest.mark.parametrize(
-    ("mode", "reason"), [("decode", None), ("prefill", "speculative:STANDALONE")]
+    ("mode", "topk", "plans"), [("decode", 1, True), ("decode", 4, False), ("prefill", 1, False)]
 )
-def test_a_target_model_is_where_it_does_not_verify_over_plans(world, mode, reason):
+def test_a_target_model_is_where_it_does_not_verify_over_plans(world, mode, topk, plans):
     args = world.runner.server_args
     args.speculative_algorithm, args.speculative_attention_mode = "STANDALONE", mode
+    args.speculative_eagle_topk = topk
+    reason = None if plans else "speculative:STANDALONE"
     assert stock_alone.why_stock_alone(world.runner, Settings()) == reason
 
 

@@ -14,11 +14,12 @@ from sglang.srt.speculative.eagle_info import EagleVerifyInput
 
 from sgl_prefix_attn.engine import model_facts
 from sgl_prefix_attn.engine.backend import PrefixAttnBackend
+from sgl_prefix_attn.engine.extends import PlannedKinds
 from sgl_prefix_attn.execute.full_attention import full_attention
 from sgl_prefix_attn.records import Decision
 from sgl_prefix_attn.settings import Settings
 from tests.sglang.fake_graph_runner import GraphRunner, labels
-from tests.sglang.fake_server import HQ, PLAIN_SERVER, D, Server, Stock
+from tests.sglang.fake_server import HQ, PLAIN_SERVER, D, Server, Stock, speculate
 from tests.support.fake_sglang import LMCRadixCache
 from tests.support.multi_token import CHAIN_FAULTS
 
@@ -52,7 +53,7 @@ def draft(lens: torch.Tensor, topk=1) -> EagleVerifyInput:
 
 @pytest.fixture
 def server(monkeypatch):
-    monkeypatch.setitem(PLAIN_SERVER, "speculative_algorithm", "EAGLE")
+    speculate(monkeypatch)
     return Server(monkeypatch, prefill="prefix")
 
 
@@ -129,23 +130,33 @@ def test_drafts_that_are_no_chains_are_stock(server, change):
 
 
 def test_where_prefill_verifies_and_is_another_nothing_is_built(monkeypatch):
-    monkeypatch.setitem(PLAIN_SERVER, "speculative_algorithm", "EAGLE")
+    speculate(monkeypatch)
     server = Server(monkeypatch)
     assert not server.backend.extends.kinds.any and not server.backend.can_capture(VERIFY)
 
 
 def test_where_no_batch_can_be_verified_over_a_plan_graphs_are_sglangs(monkeypatch):
-    monkeypatch.setitem(PLAIN_SERVER, "speculative_algorithm", "EAGLE")
+    speculate(monkeypatch)
     assert Server(monkeypatch, prefill="prefix").backend.can_capture(VERIFY)
     monkeypatch.setattr(model_facts, "unsupported_extend", lambda runner: "layers:bidirectional")
     assert not Server(monkeypatch, prefill="prefix").backend.can_capture(VERIFY)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "topk"), [("EAGLE", 4), ("DFLASH", None), ("FROZEN_KV_MTP", 1)]
+)
+def test_where_no_draft_is_a_chain_graphs_are_sglangs(monkeypatch, algorithm, topk):
+    speculate(monkeypatch, algorithm, topk)
+    backend = Server(monkeypatch, prefill="prefix").backend
+    assert backend.extends.kinds == PlannedKinds(prefill=True, verify=False)
+    assert not backend.can_capture(VERIFY)
 
 
 @pytest.fixture
 def decode_verifies(monkeypatch, caplog):
     """--speculative-attention-mode decode with a prefill backend of SGLang's."""
     caplog.set_level("INFO")
-    monkeypatch.setitem(PLAIN_SERVER, "speculative_algorithm", "EAGLE")
+    speculate(monkeypatch)
     monkeypatch.setitem(PLAIN_SERVER, "speculative_attention_mode", "decode")
     server = Server(monkeypatch, Settings(headroom=8))
     server.publish_config()
@@ -309,7 +320,7 @@ def test_graphs_are_captured_for_the_backend_that_will_replay_them(server):
 
 
 def test_a_size_without_a_prefix_graph_is_stock(monkeypatch):
-    monkeypatch.setitem(PLAIN_SERVER, "speculative_algorithm", "EAGLE")
+    speculate(monkeypatch)
     server = Server(monkeypatch, Settings(max_variant_bs=2, prefill=True), prefill="prefix")
     runner = VerifyRunner(server)
     runner.capture()
@@ -319,7 +330,7 @@ def test_a_size_without_a_prefix_graph_is_stock(monkeypatch):
 
 
 def test_a_cross_checked_batch_runs_eagerly(monkeypatch):
-    monkeypatch.setitem(PLAIN_SERVER, "speculative_algorithm", "EAGLE")
+    speculate(monkeypatch)
     server = Server(
         monkeypatch, Settings(check=True, check_every=2, prefill=True), prefill="prefix"
     )

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from sgl_prefix_attn.engine import build, sglang_config
+from sgl_prefix_attn.engine import build, model_facts, sglang_config
 from sgl_prefix_attn.engine.runner_backend import find_observer
 from sgl_prefix_attn.plugin import entry_point
 from tests.support.kit_driver import Driver
@@ -212,6 +212,8 @@ def started(patch, device: str, kernels: str = "auto"):
         patch.setenv(f"PREFIX_ATTN_{name}", str(value))
     stock = "torch_native" if device == "cpu" else "flashinfer"  # the kit's servers choose none
     patch.setattr(sglang_config, "default_backend", lambda server_args: stock)
+    # They name no algorithm either, whose drafts may be chains.
+    patch.setattr(model_facts, "verifies_chains", lambda server_args: True)
     patch.setattr(build, "self_test_verdict", lambda *args, **again: PASSED)  # this is a test
     made = Kit(device)
     patch.setitem(dense.ATTENTION_BACKENDS, "prefix", made._create)
