@@ -191,8 +191,6 @@ def unsupported_server(server_args) -> str | None:
         # Both decode with other backend instances than the one that the hook finds.
         "parallel:two_batch_overlap": given.enable_two_batch_overlap,
         "parallel:pdmux": given.enable_pdmux,
-        # Slots in req_to_token are virtual there: kernels would have to translate them.
-        "kv_pool:unified_memory": getattr(given, "enable_unified_memory", False),
         # Never tried: the launches of a plan would be traced.
         "torch_compile": given.enable_torch_compile,
     }

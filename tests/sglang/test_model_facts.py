@@ -40,7 +40,6 @@ from tests.sglang.fake_server import HKV, HQ, PLAIN_SERVER, D, Server
         ({"enable_two_batch_overlap": True}, "parallel:two_batch_overlap"),
         ({"enable_pdmux": True}, "parallel:pdmux"),
         ({"enable_torch_compile": True}, "torch_compile"),
-        ({"enable_unified_memory": True}, "kv_pool:unified_memory"),
     ],
 )
 def test_options_that_rule_prefix_kernels_out(option, reason, monkeypatch):
