@@ -36,13 +36,10 @@ def settings_of(server_args, settings: Settings) -> Settings:
 def why_not(server_args, settings: Settings) -> str | None:
     """Say why deterministic inference cannot be served over plans, or None."""
     options = sglang_config.options(server_args)
-    prefill, decode = sglang_config.attention_backends(server_args)
+    prefill, _ = sglang_config.attention_backends(server_args)
     reasons = {
         "prompts run plans with PREFIX_ATTN_PREFILL=1; without it, name it for decode alone": (
             prefill == BACKEND_NAME and not settings.prefill
-        ),
-        "prompts run plans only where decode steps do": (
-            prefill == BACKEND_NAME and decode != BACKEND_NAME
         ),
         "a full prefill graph holds attention, which then is stock": (
             prefill == BACKEND_NAME and sglang_config.prefill_graph(server_args) == "full"

@@ -96,8 +96,15 @@ def _stock_drafts(server_args) -> str:
 def check(server_args) -> None:
     """Refuse what could not work, and see to a radix tree that can be read, where prefix attention
     was asked for. Raises ValueError."""
-    if BACKEND_NAME not in sglang_config.attention_backends(server_args):
+    prefill, decode = sglang_config.attention_backends(server_args)
+    if BACKEND_NAME not in (prefill, decode):
         return
+    if decode != BACKEND_NAME:
+        raise ValueError(
+            f"`{BACKEND_NAME}` cannot prefill beside {decode}, which decodes: give "
+            f"--attention-backend {BACKEND_NAME} --prefill-attention-backend {BACKEND_NAME} and no "
+            f"other --decode-attention-backend, or leave `{BACKEND_NAME}` out"
+        )
     settings = Settings.from_env()
     raise_if_unsupported(sglang_config.model_config(server_args))
     _refuse_adaptive_drafts(server_args)
