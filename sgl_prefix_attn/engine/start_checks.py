@@ -107,6 +107,7 @@ def check(server_args) -> None:
         )
     settings = Settings.from_env()
     raise_if_unsupported(sglang_config.model_config(server_args))
+    _refuse_fp4(server_args)
     _refuse_adaptive_drafts(server_args)
     _refuse_determinism(server_args, settings)
     _refuse_glue_graph()
@@ -150,6 +151,17 @@ def _refuse_determinism(server_args, settings: Settings) -> None:
         f"{why_not}. Leave that out to run "
         f"{options.attention_backend}, or name another that SGLang calls deterministic"
     )
+
+
+def _refuse_fp4(server_args) -> None:
+    """No plan reads FP4, and SGLang checks whether a backend does only where it prefills and
+    decodes with the same one: with ours it would start pairs that it refuses otherwise."""
+    dtype = sglang_config.options(server_args).kv_cache_dtype
+    if "fp4" in dtype:
+        raise ValueError(
+            f"--attention-backend {BACKEND_NAME} cannot serve --kv-cache-dtype {dtype}; leave one "
+            "of the two out"
+        )
 
 
 def _refuse_adaptive_drafts(server_args) -> None:

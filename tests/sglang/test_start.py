@@ -71,6 +71,7 @@ def served_model(monkeypatch):
         attention_backend="fa3",
         device="cuda",
         disable_radix_cache=False,
+        kv_cache_dtype="auto",
     )
     monkeypatch.setattr(sglang_config, "options", lambda _: options)
     monkeypatch.setattr(sglang_config, "attention_backends", lambda _: ("fa3", "prefix"))
@@ -215,6 +216,14 @@ def test_planning_inside_a_captured_graph_is_refused(served_model, monkeypatch):
     start_checks.check(None)
     monkeypatch.setenv(start_checks.GLUE_GRAPH, "1")
     with pytest.raises(ValueError, match=start_checks.GLUE_GRAPH):
+        start_checks.check(None)
+
+
+@pytest.mark.parametrize("dtype", ["nvfp4", "fp4_mx_block16", "fp4_e2m1", "fp8_e4m3", "auto"])
+def test_fp4_kv_is_refused(served_model, dtype):
+    served_model.kv_cache_dtype = dtype
+    refused = pytest.raises(ValueError, match=f"cannot serve --kv-cache-dtype {dtype}")
+    with refused if "fp4" in dtype else contextlib.nullcontext():
         start_checks.check(None)
 
 
