@@ -154,7 +154,7 @@ class Extends:
         try:
             found = asked(forward_batch, schedule_batch, self._req_to_token)
         except Exception as error:
-            self._preparer.unreadable(error, self._verifies)
+            self._preparer.unreadable(error, self._verifies, schedule_batch.tree_cache)
             return None
         if found is None:
             return None

@@ -48,12 +48,13 @@ class ExtendPreparer(BatchPreparer):
                 decision = Decision(STOCK, self._reason_of(error))
             plan = plan if decision.variant == PREFIX else None
         if verifies:
-            self.needs_lengths = self._agree(plan is not None)
+            asks = self._asks_others(batch.tree_cache)
+            self.needs_lengths = asks and self._agree(plan is not None)
             if self.needs_lengths and not batch.is_exact:
                 decision, plan = LENGTHS_AWAITED, None
             elif plan is not None and not self.needs_lengths:
                 decision, plan = Decision(STOCK, "other_rank"), None
-            if known is None and not self.needs_lengths:
+            if asks and not self.needs_lengths:
                 self._keep(decision)
         self.counters.extend(decision)
         if self._deterministic and decision.variant != PREFIX:
@@ -61,21 +62,29 @@ class ExtendPreparer(BatchPreparer):
         check = plan is not None and self._is_checked()
         return Step(decision, plan, check, int(query_lens.sum()))
 
-    def unreadable(self, error: Exception, verifies: bool) -> None:
+    def unreadable(self, error: Exception, verifies: bool, tree_cache) -> None:
         """Note that a batch runs stock attention because what it asks could not be told."""
-        reason = self._reason_of(error, "unknown_batch")
-        self.counters.extend(Decision(STOCK, reason))
+        decision = Decision(STOCK, self._reason_of(error, "unknown_batch"))
+        self.counters.extend(decision)
         if verifies:
-            self.needs_lengths = self._agree(False)
+            self.needs_lengths = False
+            if self._asks_others(tree_cache):
+                self._agree(False)
+                self._keep(decision)
 
     def pass_over(self) -> Decision | None:
         """Return the decision for stock kernels of a batch that verifies and is not looked at,
         because one before it was; None for a batch to prepare."""
         standing = self._take()
         if standing is not None:
-            self._agree(False)
             self.counters.extend(standing)
         return standing
+
+    def _asks_others(self, tree_cache) -> bool:
+        """Tell whether ranks ask each other about batches that verify: not where what all of them
+        know rules plans out. Decisions are kept by their answer, so all keep one or none does."""
+        against = self.problem or unsupported_tree(tree_cache)
+        return against is None and self.settings.policy != STOCK
 
     def _known(
         self, batch: RunningBatch, query_lens: np.ndarray, against: str | None

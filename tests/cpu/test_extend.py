@@ -93,10 +93,26 @@ def test_ranks_verify_over_a_plan_only_together():
     alone = steps.prepare(batch, lens, verifies=True)
     assert alone.decision == Decision("stock", "other_rank") and alone.new_plan is None
     assert not steps.prepare(batch, lens, "verify_tree", verifies=True).is_prefix
-    steps.unreadable(ValueError("a draft of an unknown kind"), verifies=True)
-    assert told == [True, True, False, False], "every batch that verifies, on every rank"
+    steps.unreadable(ValueError("a draft of an unknown kind"), True, batch.tree_cache)
+    assert told == [True, True, False, False], "every batch that is looked at, on every rank"
     assert steps.prepare(batch, lens).is_prefix and len(told) == 4, "others are local to a rank"
     assert steps.counters.extends[Decision("stock", "unknown_batch")] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "cache"),
+    [
+        ({"settings": Settings(policy="stock")}, None),
+        ({"problem": "x"}, None),
+        ({}, LMCRadixCache()),
+    ],
+)
+def test_ranks_ask_nothing_where_all_know_the_answer(options, cache):
+    steps = preparer(**options, agree=lambda ok: pytest.fail("asked"))
+    batch, lens = shared_world().batch(1, cache), np.ones(4, np.int32)
+    assert not steps.prepare(batch, lens, verifies=True).is_prefix
+    steps.unreadable(ValueError("a draft of an unknown kind"), True, batch.tree_cache)
+    assert steps.pass_over() is None and not steps.needs_lengths
 
 
 def test_what_cannot_be_read_awaits_no_lengths():
@@ -104,9 +120,9 @@ def test_what_cannot_be_read_awaits_no_lengths():
     batch = batch._replace(seq_lens=batch.seq_lens + 1)
     assert steps.prepare(batch, np.ones(4, np.int32), verifies=True).is_prefix
     assert steps.needs_lengths
-    steps.unreadable(ValueError("a batch of prompts"), verifies=False)
+    steps.unreadable(ValueError("a batch of prompts"), False, batch.tree_cache)
     assert steps.needs_lengths, "only batches that verify say what the next one needs"
-    steps.unreadable(ValueError("a draft of an unknown kind"), verifies=True)
+    steps.unreadable(ValueError("a draft of an unknown kind"), True, batch.tree_cache)
     assert not steps.needs_lengths
 
 
@@ -188,7 +204,7 @@ def test_a_plan_must_save_what_it_costs():
 
 
 def test_drafts_that_stock_kernels_verify_are_looked_at_again_after_some_batches():
-    """Ranks are told of every batch, whichever of them looks at it."""
+    """Ranks ask each other about those that they look at."""
     told, world, lens = [], shared_world(), np.ones(4, np.int32)
     times = Times(0.0)
     steps = preparer(predictor=times, agree=lambda ok: told.append(ok) or ok)
@@ -204,12 +220,10 @@ def test_drafts_that_stock_kernels_verify_are_looked_at_again_after_some_batches
         assert verify() == ("predicted_slower", True)
         for _ in range(STOCK_STEPS - 1):
             assert verify() == ("predicted_slower", False)
-    assert told == [False] * 2 * STOCK_STEPS
+    assert told == [False] * 2
     assert steps.counters.extends == {Decision("stock", "predicted_slower"): 2 * STOCK_STEPS}
     times.us = 1e9
     assert verify() == verify() == ("predicted_faster", True), "planned ones each time"
-    for _ in range(2):
-        assert verify("verify_tree") == ("verify_tree", True), "the next may be a chain"
     times.us = 0.0
     assert prepare(steps, world).decision.reason == "predicted_slower"
     assert verify() == ("predicted_slower", True), "an extend batch says nothing about drafts"

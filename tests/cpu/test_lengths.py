@@ -20,7 +20,7 @@ from tests.support.steps import Failing, Times, preparer, shared_world
 
 DEFAULT, ERROR = Decision("prefix", "default"), Decision("stock", "planner_error")
 TOKENS = 3  # that a round verifies
-HANG_S = 60  # a rank that waits so long for the other one's word waits for ever
+HANG_S = 3  # a rank that waits so long for the other one's word waits for ever
 
 
 class Rounds:
@@ -60,6 +60,12 @@ class Verifying(Rounds):
         step = self.steps.prepare(batch._replace(is_exact=exact), lens, against, verifies=True)
         assert step.is_prefix == (step.new_plan is not None)
         return step.decision
+
+    def unread(self):
+        """A round of which this rank cannot tell what it asks."""
+        if self.steps.pass_over() is None:
+            cache = self.world.batch(1).tree_cache
+            self.steps.unreadable(ValueError("a draft of an unknown kind"), True, cache)
 
 
 class FailingTiles(Failing):
@@ -137,8 +143,9 @@ def test_neither_do_chains_that_are_none_or_cannot_be_told():
     rounds.round(3)
     assert rounds.round(5, against="verify_tree").reason == "verify_tree"
     assert not rounds.needs_lengths
+    rounds = verifying()
     rounds.round(3)
-    rounds.steps.unreadable(ValueError("a draft of an unknown kind"), verifies=True)
+    rounds.unread()
     assert not rounds.needs_lengths
 
 
@@ -197,3 +204,18 @@ def test_a_fault_of_one_rank_leaves_the_other_at_its_side(start, options, fails)
             variants = [one.result(timeout=2 * HANG_S).variant for one in asked]
             assert variants[0] == variants[1]
     assert variants == ["prefix", "prefix"]
+
+
+@pytest.mark.parametrize("against", [None, "verify_tree"])
+def test_so_does_a_batch_that_one_rank_cannot_read(against):
+    verifying().round(2)
+    ranks = Ranks()
+    pair = [verifying(agree=ranks.agree(rank)) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(pair[0].round, 1, against=against), pool.submit(pair[1].unread)]
+        assert asked[0].result(timeout=2 * HANG_S).variant == "stock"
+        asked[1].result(timeout=2 * HANG_S)
+        for left in range(STOCK_STEPS - 1, -1, -1):
+            asked = [pool.submit(one.round, 2) for one in pair]
+            variants = {one.result(timeout=2 * HANG_S).variant for one in asked}
+            assert variants == {"stock" if left else "prefix"}
