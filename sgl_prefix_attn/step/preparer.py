@@ -81,6 +81,11 @@ class StepPreparer(BatchPreparer):
         self._running: str | None = None  # variant of the last step ...
         self._steps = 0  # ... and for how many steps without a break
 
+    def only_stock(self, reason: str) -> None:
+        super().only_stock(reason)
+        # It would keep the requests and nodes of the last plan for good.
+        self.lifetime, self._paths = PlanLifetime(), None
+
     def prepare(self, batch: RunningBatch) -> Step:
         """Prepare the step about to run."""
         self._count.start(batch.reqs)

@@ -1,6 +1,8 @@
 """Step preparation: counts, causes, faults that become stock steps, check mode."""
 
+import gc
 import logging
+import weakref
 from collections import Counter
 
 import numpy as np
@@ -20,6 +22,18 @@ DEFAULT, ERROR = Decision("prefix", "default"), Decision("stock", "planner_error
 @pytest.fixture
 def world():
     return shared_world()
+
+
+def test_requests_are_let_go_of_where_no_step_can_run_a_plan_any_more(world):
+    steps = preparer()
+    assert run(steps, world, 1).is_prefix
+    planned = [weakref.ref(req) for req in world.reqs]
+    steps.only_stock("kernel_error")
+    other = shared_world()
+    assert run(steps, other, 1).decision == Decision("stock", "kernel_error")
+    world.reqs.clear()
+    gc.collect()
+    assert not any(req() for req in planned)
 
 
 def test_plans_once_and_counts_every_step(world):
