@@ -43,7 +43,7 @@ def run_case(name: str, plant: bool = False, device: str = "cuda") -> int:
         executor = PlanExecutor(backend, Capacity.for_plans(plan))
         executor.load(plan, table, rows)
         executor.append(case.seq_lens, last.long())
-        layer = (case.q, case.k[0], case.v[0], case.seq_lens, out, lse, case.sm_scale, 0.0)
+        layer = (case.q, case.k[0], case.v[0], out, lse, case.sm_scale, 0.0)
         executor.run(LayerParams(*layer))
         wrong = None
         try:

@@ -201,7 +201,6 @@ class PrefixAttentionWrapper:
             q,
             k_cache,
             v_cache,
-            self._seq_lens,
             out,
             lse,
             self.sm_scale,

@@ -160,15 +160,14 @@ class Lane:
         save_kv_cache: bool,
         stock: Stock | AttentionBackend,
         *,
-        first: Callable[[], torch.Tensor] | None = None,
+        first: Callable[[], None] = lambda: None,
         **kwargs,
     ):
         """Attend in one layer: q [..., Hq * D] or [..., Hq, D], k and v [..., Hkv, D]; returns
         [rows, Hq * Dv]. Of latent KV the last elements of q and k may be apart, as q_rope and
         k_rope.
 
-        first  called before the kernels run; returns the lengths int [>= B] that they go by, where
-               these are not the batch's own
+        first  called before the kernels run
         """
         if self.active is not None and (option := self._unknown(**kwargs)):
             self.leave(f"layer_option:{option}", forward_batch, stock)
@@ -186,12 +185,12 @@ class Lane:
         rows = q.reshape(-1, *row)
         out = self._output(rows, self.active)
         try:
+            first()
             self.executor.run(
                 LayerParams(
                     q=rows,
                     k_cache=pool.get_key_buffer(layer.layer_id),
                     v_cache=pool.get_value_buffer(layer.layer_id),
-                    seq_lens=forward_batch.seq_lens if first is None else first(),
                     out=out,
                     out_lse=None,
                     sm_scale=layer.scaling,

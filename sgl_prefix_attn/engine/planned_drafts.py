@@ -182,28 +182,28 @@ class DraftStep:
     def __init__(self, drafts: PlannedDrafts, i_step: int, stock):
         self._stock = stock
         self._drafts, self._i_step = drafts, i_step
-        self._seq_lens: Any = None  # int [>= B], the step's own; None before its first layer
+        self._appended = False  # its tokens to the plan
 
     def __getattr__(self, name: str):
         return getattr(self._stock, name)
 
     def begin(self) -> None:
         """A round begins, in a graph or without."""
-        self._seq_lens = None
+        self._appended = False
 
     def forward(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
         """Attend in one layer: q [B, Hq * D], k and v [B, Hkv, D]; returns [B, Hq * D]."""
         drafts = self._drafts
         return drafts.lane.forward(
             q, k, v, layer, forward_batch, save_kv_cache, drafts.stock_of(self._i_step),
-            first=lambda: self._lengths(forward_batch), **kwargs,
+            first=lambda: self._append(forward_batch), **kwargs,
         )  # fmt: skip
 
-    def _lengths(self, forward_batch):
-        """Return the step's lengths; before its first layer, let the plan grow by its tokens. Those
-        of the first step are in the plan."""
-        if self._seq_lens is None:
-            self._seq_lens = forward_batch.seq_lens + (self._i_step + 1)
+    def _append(self, forward_batch) -> None:
+        """Let the plan grow by the step's tokens before its first layer. Those of the first step
+        are in the plan."""
+        if not self._appended:
+            seq_lens = forward_batch.seq_lens + (self._i_step + 1)
             # A step's slots are a column of the round's, [B, S].
-            self._drafts.lane.executor.append(self._seq_lens, forward_batch.out_cache_loc)
-        return self._seq_lens
+            self._drafts.lane.executor.append(seq_lens, forward_batch.out_cache_loc)
+            self._appended = True

@@ -72,7 +72,6 @@ class LayerParams:
     out       [>= B, Hq, Dv]
     k_cache   [slots, Hkv, D], like q or float8_e4m3fn
     v_cache   [slots, Hkv, Dv], as k_cache; of latent KV a view of it
-    seq_lens  int [>= B]
     out_lse   float32 [>= B, Hq] in base 2, or None: not wanted
     soft_cap  of the logits, by tanh; 0 means none
     sinks     [Hq], or None: a logit of each query head, neither scaled nor capped, that is in the
@@ -88,7 +87,6 @@ class LayerParams:
     q: torch.Tensor
     k_cache: torch.Tensor
     v_cache: torch.Tensor
-    seq_lens: torch.Tensor
     out: torch.Tensor
     out_lse: torch.Tensor | None
     sm_scale: float

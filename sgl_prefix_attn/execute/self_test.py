@@ -93,14 +93,14 @@ def check_kernels(
         k, v, rising = (_stored(new, kv_dtype) for new in (k, v, rising))
     values = [x[..., : heads.latent_dim] if heads.latent_dim else v for x in (rising, k)]
     scales = (1.0, 1.0) if kv_dtype in (None, dtype) else _SCALES
-    # before and after a step, of each layer
+    # before and after a step: lengths, and each layer
+    lengths = [seq_lens, seq_lens + 1]
     steps = [
         [
             LayerParams(
                 q,
                 keys,
                 values_of_them,
-                seq_lens + grown,
                 q.new_empty(*q.shape[:2], heads.value_dim),
                 None,
                 scale,
@@ -110,16 +110,18 @@ def check_kernels(
             )
             for keys, values_of_them in zip((rising, k), values, strict=True)
         ]
-        for grown in range(2)
+        for _ in lengths
     ]
-    expected = [[_expected(layer, table, pool) for layer in layers] for layers in steps]
+    expected = [
+        [_expected(layer, table, pool, lens) for layer in layers]
+        for layers, lens in zip(steps, lengths, strict=True)
+    ]
     first: list[torch.Tensor] = []  # outputs of each step and layer by the first plan
     for plan in plans:
         outs: list[torch.Tensor] = []
         executor = PlanExecutor(backend, Capacity.for_plans(plan))
         executor.load(plan, table, pool)
-        for layers, answers in zip(steps, expected, strict=True):
-            lens = layers[0].seq_lens
+        for layers, answers, lens in zip(steps, expected, lengths, strict=True):
             executor.append(lens, table[pool, lens - 1].long())
             for layer in layers:
                 layer.out.fill_(torch.nan)
@@ -147,12 +149,14 @@ def _stored(new: torch.Tensor, kv_dtype: torch.dtype) -> torch.Tensor:
     return cache
 
 
-def _expected(layer: LayerParams, table: torch.Tensor, pool: torch.Tensor) -> list[torch.Tensor]:
+def _expected(
+    layer: LayerParams, table: torch.Tensor, pool: torch.Tensor, lens: torch.Tensor
+) -> list[torch.Tensor]:
     """Full attention over the requests' rows `pool` of req_to_token, in float64 and in the layer's
     dtype."""
     return [
         full_attention(
-            layer.q, layer.k_cache, layer.v_cache, table, pool, layer.seq_lens,
+            layer.q, layer.k_cache, layer.v_cache, table, pool, lens,
             sm_scale=layer.sm_scale, logits_soft_cap=layer.soft_cap, sinks=layer.sinks,
             k_scale=layer.k_scale, v_scale=layer.v_scale, dtype=dtype,
         )[0]

@@ -46,7 +46,7 @@ def test_the_first_launch_behind_a_writer_is_in_full_order(pdl, launches):
         """Whether each of three layers is launched as a dependent of what is before it."""
         launches.clear()
         for _ in range(3):
-            executor.run(LayerParams(q, kv, kv, lens, q, None, 0.1, 0.0))
+            executor.run(LayerParams(q, kv, kv, q, None, 0.1, 0.0))
         assert [name for name, _ in launches] == 3 * ["row_tile_kernel"]
         assert all(options["PDL"] == pdl for _, options in launches), "what waits is one kernel"
         return [options["launch_pdl"] for _, options in launches]

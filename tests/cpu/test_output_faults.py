@@ -93,10 +93,14 @@ class Planting(TorchBackend):
         self.rows = req_to_token, req_pool_indices
         super().fill(workspace, plan, req_to_token, req_pool_indices)
 
+    def append(self, workspace, seq_lens, out_cache_loc):
+        self.seq_lens = seq_lens
+        super().append(workspace, seq_lens, out_cache_loc)
+
     def forward(self, workspace, layer):
         problem = Problem(
             self_test_paths(), self.heads, layer.q.dtype, layer.soft_cap, layer.sm_scale, layer.q,
-            layer.k_cache, layer.v_cache, *self.rows, layer.seq_lens,
+            layer.k_cache, layer.v_cache, *self.rows, self.seq_lens,
         )  # fmt: skip
         layer.out[:] = planted(problem, self.fault) if self.fault else right(problem)
 

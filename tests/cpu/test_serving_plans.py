@@ -93,7 +93,7 @@ class Server:
         self.executor.append(lens, table[rows, lens - 1].long())
         q = torch.randn(len(reqs), HEADS.num_qo_heads, HEADS.head_dim)
         out = torch.full_like(q, float("nan"))
-        self.executor.run(LayerParams(q, self.k, self.v, lens, out, None, 0.3, 0.0))
+        self.executor.run(LayerParams(q, self.k, self.v, out, None, 0.3, 0.0))
         want, _ = full_attention(q, self.k, self.v, table, rows, lens, sm_scale=0.3)
         torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
         return step.decision

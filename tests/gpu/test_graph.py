@@ -76,7 +76,7 @@ class Server:
         for layer in range(LAYERS):
             self.executor.run(
                 LayerParams(
-                    self.q[layer], self.kv[layer, 0], self.kv[layer, 1], self.seq_lens,
+                    self.q[layer], self.kv[layer, 0], self.kv[layer, 1],
                     self.out[layer], self.lse[layer], self.sm_scale, 0.0,
                 )
             )  # fmt: skip

@@ -75,9 +75,7 @@ class Runner:
 
 
 def layer_of(problem, q, k, v, out, lse=None):
-    return LayerParams(
-        q, k, v, problem.seq_lens, out, lse, problem.sm_scale, problem.soft_cap, problem.sinks
-    )
+    return LayerParams(q, k, v, out, lse, problem.sm_scale, problem.soft_cap, problem.sinks)
 
 
 def cuts_of(paths, heads, headroom=64, most=6, family=HOPPER, dtype=torch.bfloat16):
@@ -277,7 +275,7 @@ def test_an_empty_plan_writes_nothing(family):
     q = torch.randn(4, 32, 128, device=DEVICE).bfloat16()
     k = torch.randn(9, 8, 128, device=DEVICE).bfloat16()
     out = torch.full_like(q, math.nan)
-    executor.run(LayerParams(q, k, k, torch.ones(4, device=DEVICE), out, None, 1.0, 0.0))
+    executor.run(LayerParams(q, k, k, out, None, 1.0, 0.0))
     assert out.isnan().all()
 
 

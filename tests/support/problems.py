@@ -54,7 +54,7 @@ class Problem:
     def layer(self, out: torch.Tensor, **changed) -> LayerParams:
         """The problem's one layer, written to `out`."""
         params = LayerParams(
-            self.q, self.k, self.v, self.seq_lens, out, None, self.sm_scale, self.soft_cap,
+            self.q, self.k, self.v, out, None, self.sm_scale, self.soft_cap,
             self.sinks, self.k_scale, self.v_scale,
         )  # fmt: skip
         return replace(params, **changed)

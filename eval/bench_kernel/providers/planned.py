@@ -72,7 +72,7 @@ class PlannedRunnable:
     def run(self, layer: int) -> torch.Tensor:
         case, out = self._case, self._outs[layer]
         k, v = case.k[layer], case.v[layer]
-        self._executor.run(LayerParams(case.q, k, v, case.seq_lens, out, None, case.sm_scale, 0.0))
+        self._executor.run(LayerParams(case.q, k, v, out, None, case.sm_scale, 0.0))
         return out
 
 

@@ -125,7 +125,6 @@ class BatchMeter:
     def _prefix_timer(self, plan: Plan, paths: PathTable, slots, layers) -> LayerTimer:
         q = self._q[: paths.seq_lens.size]
         outs = [self._new_out(q).fill_(math.nan) for _ in layers]
-        seq_lens = torch.from_numpy(paths.seq_lens).to(self.device)
         rows = torch.arange(paths.seq_lens.size, device=self.device)
         executor = PlanExecutor(self.backend, Capacity.for_plans(plan))
         executor.load(plan, slots, rows)
@@ -133,7 +132,7 @@ class BatchMeter:
         def run(layer: int) -> torch.Tensor:
             k, v = layers[layer]
             sm_scale = self.heads.head_dim**-0.5
-            executor.run(LayerParams(q, k, v, seq_lens, outs[layer], None, sm_scale, 0.0))
+            executor.run(LayerParams(q, k, v, outs[layer], None, sm_scale, 0.0))
             return outs[layer]
 
         return LayerTimer(run, len(layers), self.device, True)
