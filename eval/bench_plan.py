@@ -111,7 +111,7 @@ def measure(batch: int, levels: int, planner: Planner, repeats: int) -> dict:
     cache = RadixCache()
     seq_lens = np.full(batch + 1, levels * _NODE_TOKENS + _PRIVATE_TOKENS, dtype=np.int64)
     slots = torch.zeros(1, 1, dtype=torch.int32)  # read only under PREFIX_ATTN_CHECK
-    steps = StepPreparer(Settings(), planner, lambda plan: True, StepCounters())
+    steps = StepPreparer(Settings(), planner, StepCounters())
 
     def batch_of(requests: list) -> RunningBatch:
         return RunningBatch(requests, cache, seq_lens[: len(requests)], slots)
@@ -154,7 +154,7 @@ def growth(groups: int, all_differ: bool, planner: Planner, steps: int) -> dict:
     reqs = [Request(nodes[g], int(lengths[g]), i) for i, g in enumerate(of)]
     own = draw.integers(*_OWN_TOKENS, of.size) if all_differ else 1
     seq_lens, cache, slots = lengths[of] + own, RadixCache(), torch.zeros(1, 1, dtype=torch.int32)
-    preparer = StepPreparer(Settings(), planner, lambda plan: True, StepCounters())
+    preparer = StepPreparer(Settings(), planner, StepCounters())
     start = time.perf_counter()
     for _ in range(steps):
         seq_lens += 1

@@ -102,7 +102,6 @@ class PrefixAttnBackend(AttentionBackend):
         self._steps = StepPreparer(
             settings,
             built.planner,
-            built.executor.capacity.check,
             counters,
             predictor=built.predictor,
             graph_problem=self.variants.problem,

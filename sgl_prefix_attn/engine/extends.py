@@ -109,7 +109,6 @@ class Extends:
         self._preparer = ExtendPreparer(
             settings,
             execution.planner,
-            execution.executor.capacity.check,
             counters,
             predictor=times,
             problem=problem,

@@ -58,7 +58,6 @@ class PlannedDrafts:
         self._steps = StepPreparer(
             settings,
             execution.planner,
-            execution.executor.capacity.check,
             StepCounters(),  # the metrics of decode steps are the target model's
             predictor=execution.predictor,
             graph_problem=self.variants.problem,

@@ -57,7 +57,7 @@ class StockSteps:
 
     def __init__(self, runner, settings: Settings, reason: str):
         counters = counters_of(runner, attention_layers(runner))
-        self._steps = StepPreparer(settings, None, lambda plan: None, counters, problem=reason)
+        self._steps = StepPreparer(settings, None, counters, problem=reason)
         self._req_to_token = runner.req_to_token_pool.req_to_token
         self._counts = True
 

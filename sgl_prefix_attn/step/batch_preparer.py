@@ -10,7 +10,6 @@ from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.paths.readers import reader_of
 from sgl_prefix_attn.paths.tree_reader import RunningBatch, TreeInvariantError, check_paths
 from sgl_prefix_attn.plan.planner import Planner
-from sgl_prefix_attn.plan.serialize import Plan
 from sgl_prefix_attn.records import PREFIX, Decision, PathTable, PlanTooLarge
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.step.evaluate import Evaluation, TimePredictor, evaluate
@@ -26,7 +25,6 @@ class BatchPreparer:
     """Decides and plans the batches of a kind, and counts them.
 
     planner     None where no batch can run prefix kernels
-    check_size  raises PlanTooLarge for a plan that the executor's workspace does not hold
     predictor   of both kernels' times, None: plans run wherever they can (extend batches: wherever
                 anything is shared)
     problem     why no batch can run a plan, or None
@@ -41,7 +39,6 @@ class BatchPreparer:
         self,
         settings: Settings,
         planner: Planner | None,
-        check_size: Callable[[Plan], None],
         counters: StepCounters,
         *,
         predictor: TimePredictor | None = None,
@@ -56,7 +53,6 @@ class BatchPreparer:
         # ranks.
         self.needs_lengths = False
         self._planner: Any = planner
-        self._check_size = check_size
         self._predictor = predictor
         self.problem = problem
         self._agree = agree
@@ -104,7 +100,7 @@ class BatchPreparer:
         fit."""
         done = evaluate(paths, facts, self._planner, self._predictor, graph_rows, query_lens)
         if done.decision.variant == PREFIX:
-            self._check_size(done.plan)
+            self._planner.capacity.check(done.plan)
         return done
 
     def _say_stock(self, reason: str) -> None:

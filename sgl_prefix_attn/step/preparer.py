@@ -57,7 +57,6 @@ class StepPreparer(BatchPreparer):
         self,
         settings: Settings,
         planner: Planner | None,
-        check_size: Callable[[Plan], None],
         counters: StepCounters,
         *,
         graph_problem: Callable[[int], str | None] = lambda batch_size: None,
@@ -65,7 +64,7 @@ class StepPreparer(BatchPreparer):
         kind: str = "decode steps",
         **shared,
     ):
-        super().__init__(settings, planner, check_size, counters, **shared)
+        super().__init__(settings, planner, counters, **shared)
         self._kind = kind
         # Of the last evaluation: until it is stale its decision and its plan stand.
         self.lifetime = PlanLifetime()

@@ -41,7 +41,8 @@ class Times:
 
 def preparer(settings=Settings(), planner=None, capacity=UNLIMITED, **options):  # noqa: B008
     planner = planner or Planner(HeadConfig(8, 2, 32), num_sms=16)
-    return ExtendPreparer(settings, planner, capacity.check, StepCounters(), **options)
+    planner.capacity = capacity
+    return ExtendPreparer(settings, planner, StepCounters(), **options)
 
 
 def prepare(steps, world, lens=(2, 3, 1, 9), cache=None):

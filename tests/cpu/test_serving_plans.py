@@ -47,13 +47,12 @@ class Server:
     def __init__(self, kernels=TorchBackend, policy="prefix", capacity=None, predictor=None):
         self.world, self.grown = World(columns=1024), {}
         backend = kernels(HEADS, torch.float32, CPU)
-        self.capacity = capacity or backend.server_capacity(16, 4096, HEADROOM)
-        self.executor = PlanExecutor(backend, self.capacity)
-        self.planner = planner_of(backend, HEADROOM, self.capacity)
+        capacity = capacity or backend.server_capacity(16, 4096, HEADROOM)
+        self.executor = PlanExecutor(backend, capacity)
+        self.planner = planner_of(backend, HEADROOM, capacity)
         self.steps = StepPreparer(
             Settings(policy=policy, headroom=HEADROOM),
             self.planner,
-            self.capacity.check,
             StepCounters(),
             predictor=predictor,
         )

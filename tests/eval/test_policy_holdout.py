@@ -213,10 +213,7 @@ def requests_of(paths):
 def test_a_row_is_what_a_server_decides_in_its_first_step(calibration_file):
     server, variants = server_of(Family(HOPPER), store.load(calibration_file)), set()
     for batch in draw(7, 40, POOL):
-        steps = StepPreparer(
-            Settings(), server.planner, lambda plan: True, StepCounters(),
-            predictor=server.predictor,
-        )  # fmt: skip
+        steps = StepPreparer(Settings(), server.planner, StepCounters(), predictor=server.predictor)
         lens = batch.paths.seq_lens
         running = RunningBatch(requests_of(batch.paths), RadixCache(), lens, None)
         step = steps.prepare(running)

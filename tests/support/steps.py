@@ -20,13 +20,10 @@ def planner(headroom=64):
 def preparer(
     settings=DEFAULTS, plan_with=None, capacity=UNLIMITED, counters=None, **options
 ) -> StepPreparer:
-    return StepPreparer(
-        settings,
-        plan_with or planner(settings.headroom),
-        capacity.check,
-        StepCounters() if counters is None else counters,
-        **options,
-    )
+    plan_with = plan_with or planner(settings.headroom)
+    plan_with.capacity = capacity
+    counters = StepCounters() if counters is None else counters
+    return StepPreparer(settings, plan_with, counters, **options)
 
 
 def shared_world() -> World:
