@@ -213,7 +213,7 @@ def _serialize(
         item += 1
     words[W.H_NUM_SEGMENTS] = (segment - segments) // W.SEGMENT_WORDS
     # a CTA asks for the slots of a block PRE blocks ahead, also behind the last item's end
-    return words[:segment].copy(), rest + W.PRE, num_partials, 0, num_counters, longest
+    return words[:segment].copy(), rest + W.PRE, num_partials, 0, longest
 
 
 @cached_njit

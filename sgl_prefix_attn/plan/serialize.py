@@ -40,9 +40,8 @@ class Plan:
 
     words         int32 [...]  layout in kernels/words.py
     num_blocks    blocks of slots and keys that the step needs, growth included
-    num_partial_tiles  partial results of tile_rows rows for each KV head,
-    num_places    partial results of one query that are merged by query, and
-    num_counters  split tiles, each with a pair of counters a KV head, that it needs
+    num_partial_tiles  partial results of tile_rows rows for each KV head, and
+    num_places    partial results of one query that are merged by query, that it needs
     group_size    query heads a KV head
     tile_rows     rows that a tile has room for
     predicted_us  microseconds per layer
@@ -53,7 +52,6 @@ class Plan:
     num_blocks: int
     num_partial_tiles: int
     num_places: int
-    num_counters: int
     group_size: int
     tile_rows: int
     longest: int
@@ -104,15 +102,14 @@ def plan_of(
     found: tuple, forest: Forest, cut: Cut, group_size: int, headroom: int, tile_rows: int
 ) -> Plan:
     """Make the plan of a step that is cut so; found: words, num_blocks, num_partial_tiles,
-    num_places, num_counters and longest of it."""
-    words, num_blocks, num_partial_tiles, num_places, num_counters, longest = found
+    num_places and longest of it."""
+    words, num_blocks, num_partial_tiles, num_places, longest = found
     return Plan(
         words=words,
         batch_size=forest.tail_parent.size,
         num_blocks=num_blocks,
         num_partial_tiles=num_partial_tiles,
         num_places=num_places,
-        num_counters=num_counters,
         group_size=group_size,
         tile_rows=tile_rows,
         longest=longest,
@@ -268,7 +265,7 @@ def _serialize(
         order += total + growth
     words[W.H_NUM_SEGMENTS] = (segment - segments) // W.SEGMENT_WORDS
     # a CTA asks for the slots of a block PRE blocks ahead, also behind the last item's end
-    return words[:segment].copy(), rest + W.PRE, num_partials, num_places, num_counters, longest
+    return words[:segment].copy(), rest + W.PRE, num_partials, num_places, longest
 
 
 @cached_njit
