@@ -30,7 +30,7 @@ class DecodeLog:
             logger.info("%s", self._line(decision, counters))
 
     def _line(self, last: Decision, counters: StepCounters) -> str:
-        """Write the line, and tell /metrics its share; KV bytes: over all layers of this rank,
+        """Write the line, and tell /metrics its share; KV bytes: over the layers that it counts,
         times: of the last decision."""
         c = counters
         now = [Counter(total) for total in (c.steps, c.kv_tokens, c.plans, c.plan_seconds)]

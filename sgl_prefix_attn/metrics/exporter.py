@@ -35,12 +35,14 @@ _COUNTERS = (
     ),
     (
         "kv_bytes_total",
-        "The same in bytes of K and V over all layers of tensor-parallel rank 0.",
+        "The same in bytes of K and V over the layers that may run plans (all where none may) of "
+        "tensor-parallel rank 0.",
         "kind",
     ),
     (
         "predicted_attention_seconds_total",
-        "Predicted seconds of attention over all layers, of steps chosen by predicted times.",
+        "Predicted seconds of attention in the layers that may run plans, of steps chosen by "
+        "predicted times.",
         "variant",
     ),
     ("plans_total", "Plans made, by what made the one before invalid.", "cause"),

@@ -49,7 +49,7 @@ class State(NamedTuple):
             of prompts, and those found in the cache; most that ever waited
     running, left  int64 [most_running or n, the smaller]  requests of the batch and tokens that
             they still generate
-    rates   float64 [64]  attention seconds for a KV token of batches like those looked at before,
+    rates   float64 [128]  attention seconds for a KV token of batches like those looked at before,
             by half octaves of their KV tokens; 0 where there was none
     covered, reserve  int64 [n]  tokens of a prompt that its blocks hold, and those that the request
             may come to need besides
