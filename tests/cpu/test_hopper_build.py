@@ -86,11 +86,19 @@ def test_no_spills_and_hopper_instructions(shape, tmp_path):
         assert max(spills(sass, "HGMMA", 16 + 4, count=2)) <= 1
         # K and V of 64 rows, and keys; none by Triton 3.6, some by 3.8
         assert max(spills(sass, "LDGSTS", 2 * 16 + 1, count=1)) <= 6
-    else:  # ptxas may keep a word of an item on the stack, but none of a block
+    elif flags.get("invariant"):  # ptxas may keep a word for later before the roles begin
         assert int(re.search(r"STACK:(\d+) .*LOCAL:0 ", usage)[1]) <= 8, usage
+        own = [x for x in loops(sass, "HGMMA", 1) if "LDGSTS" not in x]  # of a role, not of all
+        own += [x for x in loops(sass, "LDGSTS", 1) if "HGMMA" not in x]
+        assert len(own) >= 6 and not any(SPILL.search(loop) for loop in own)
+    elif shape == "qwen" and not triton.__version__.startswith("3.6."):
+        # a word of an item, but none of a block: three of K and V of 64 rows, and keys
+        assert len(SPILL.findall(sass)) <= 2
         assert spills(sass, "HGMMA", 1, count=2) == [0, 0]
-        # three blocks of K and V of 64 rows, and keys, in both runs of the producer
-        assert spills(sass, "LDGSTS", 3 * (head_dim // 8 + 1), count=2) == [0, 0]
+        assert spills(sass, "LDGSTS", 3 * (2 * 8 + 1), count=2) == [0, 0]
+    else:
+        assert re.search(r"STACK:0 .*LOCAL:0 ", usage), usage
+        assert not SPILL.search(sass), "registers are spilled"
     # the producer waits for the kernel before, and only then lets the next one start
     depends = re.findall(r"\b(ACQBULK|PREEXIT)\b", sass)
     assert depends == ["ACQBULK", "PREEXIT"] * flags.get("pdl", False)

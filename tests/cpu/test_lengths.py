@@ -20,7 +20,7 @@ from tests.support.steps import Failing, Times, preparer, shared_world
 
 DEFAULT, ERROR = Decision("prefix", "default"), Decision("stock", "planner_error")
 TOKENS = 3  # that a round verifies
-HANG_S = 3  # a rank that waits so long for the other one's word waits for ever
+HANG_S = 60  # a rank that waits so long for the other one's word waits for ever
 
 
 class Rounds:
