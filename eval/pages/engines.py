@@ -30,8 +30,7 @@ LAYERS = {
 }  # fmt: skip
 # On a GPU, in bfloat16: file -> model, and the fault that was planted.
 LOGPROBS = {
-    "logprobs_h100": "seeded Llama", "logprobs_h100_smollm2": "SmolLM2 135M",
-    "logprobs_h200_smollm2": "SmolLM2 135M",
+    "logprobs_h100": "seeded Llama", "logprobs_h200_smollm2": "SmolLM2 135M",
     "logprobs_h200_smollm2_drop_node": "the same, a node left out",
     "logprobs_h200_gemma3-270m": "Gemma 3 270M",
     "logprobs_h200_gemma3-270m_drop_node": "the same, a node left out",
