@@ -54,6 +54,7 @@ BLOCK = 64  # KV tokens of a block
 TILE_ROWS = 128  # rows of a tile of the Gluon kernel: two warpgroups of 64
 HALF_ROWS = 64  # a tile of up to so many rows has no halves: one warpgroup runs it
 PRE = 3  # blocks of an item whose place follows from the item's number
+LOOKAHEAD = 6  # most blocks that a CTA asks for slots ahead, also behind the last item's end
 NONE = -1  # no token, no request
 
 # --- header -------------------------------------------------------------------------------------

@@ -54,6 +54,7 @@ def row_tile_kernel(
     GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
+    LOOKAHEAD: gl.constexpr,
     ITEM: gl.constexpr,
     BIT_KEYS: gl.constexpr,
     HAS_CAP: gl.constexpr,
@@ -68,8 +69,8 @@ def row_tile_kernel(
 ):
     """Run all items. Grid (SMs,): not more, because parts of a tile wait for one another."""
     S = Shape(
-        HEADS, GROUP, HEAD_DIM, STAGES, ITEM, BIT_KEYS, HAS_CAP, HAS_LSE, HAS_SINK, PDL, NARROW,
-        INVARIANT, PRODUCER_WARPS,
+        HEADS, GROUP, HEAD_DIM, STAGES, LOOKAHEAD, ITEM, BIT_KEYS, HAS_CAP, HAS_LSE, HAS_SINK, PDL,
+        NARROW, INVARIANT, PRODUCER_WARPS,
     )  # fmt: skip
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     KV_DTYPE: gl.constexpr = k_ptr.dtype.element_ty
@@ -78,16 +79,16 @@ def row_tile_kernel(
     PRODUCERS: gl.constexpr = 32 * PRODUCER_WARPS
     CONSUMERS: gl.constexpr = 2 * 128
     ZEROS: gl.constexpr = 1 if HEAD_DIM <= 128 else 0
-    # consume() also releases a stage behind the last, which is none
-    full, free = new_barriers(STAGES, PRODUCERS), new_barriers(STAGES + 1, CONSUMERS)
+    # consume() also releases, and of a narrow KV cache waits for, values behind the last: none
+    full, free = new_barriers(STAGES + NARROW, PRODUCERS), new_barriers(STAGES + 1, CONSUMERS)
     k_full, k_free = full, free
     if HEAD_DIM > 128:
         k_full, k_free = new_barriers(STAGES, PRODUCERS), new_barriers(STAGES, 2)
     if NARROW:
-        gl.static_assert(STAGES % 2 == 0)  # values_of()
+        k_full, k_free = new_barriers(STAGES, PRODUCERS), new_barriers(STAGES, CONSUMERS)
         NL: gl.constexpr = gl.NVMMASharedLayout(HEAD_DIM, 8, 2)
         kv = gl.allocate_shared_memory(KV_DTYPE, [2 * STAGES, BLOCK, HEAD_DIM], NL)
-        v = gl.allocate_shared_memory(gl.float16, [STAGES // 2 + ZEROS, BLOCK, HEAD_DIM], KL)
+        v = gl.allocate_shared_memory(gl.float16, [STAGES + ZEROS, BLOCK, HEAD_DIM], KL)
     else:
         kv = gl.allocate_shared_memory(DTYPE, [2 * STAGES + ZEROS, BLOCK, HEAD_DIM], KL)
         v = kv

@@ -13,23 +13,25 @@ LAUNCH_REGS = 168
 
 @dataclass(frozen=True)
 class Config:
-    """stages: blocks in the rings; consumer_regs, producer_regs: a thread's of each role."""
+    """stages: blocks in the rings; lookahead: blocks that slots are asked for ahead;
+    consumer_regs, producer_regs: a thread's of each role."""
 
     stages: int
+    lookahead: int
     consumer_regs: int
     producer_regs: int
 
 
 # By head dim.
 CONFIGS = {
-    64: Config(stages=7, consumer_regs=200, producer_regs=104),
-    128: Config(stages=5, consumer_regs=200, producer_regs=104),
-    256: Config(stages=2, consumer_regs=232, producer_regs=48),
+    64: Config(stages=7, lookahead=6, consumer_regs=200, producer_regs=104),
+    128: Config(stages=5, lookahead=3, consumer_regs=200, producer_regs=104),
+    256: Config(stages=2, lookahead=3, consumer_regs=232, producer_regs=48),
 }
 # Over a KV cache of float8_e4m3fn.
 NARROW_CONFIGS = {
-    64: Config(stages=6, consumer_regs=200, producer_regs=104),
-    128: Config(stages=6, consumer_regs=200, producer_regs=104),
+    64: Config(stages=8, lookahead=4, consumer_regs=200, producer_regs=104),
+    128: Config(stages=5, lookahead=4, consumer_regs=200, producer_regs=104),
 }
 
 
@@ -59,6 +61,7 @@ def kernel_constants(
         "GROUP": group_size,
         "HEAD_DIM": head_dim,
         "STAGES": config.stages,
+        "LOOKAHEAD": config.lookahead,
         "ITEM": W.item_words(group_size, W.TILE_ROWS),
         "BIT_KEYS": W.has_bit_keys(group_size, W.TILE_ROWS),
         "HAS_CAP": has_cap,

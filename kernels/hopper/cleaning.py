@@ -16,7 +16,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from .e4m3_blocks import wait_for_room
 from .gather import copy_queries, times, words_of
 from .shape import (
     BLOCK,
@@ -124,11 +123,11 @@ def produce_cleaned(
             async_copy.wait_group(0)
             group_barrier()  # the copies of all warps before they are read
             if S.NARROW:
-                wait_for_room(stage, phase, rings, S)
+                mbarrier.wait(rings.free.index(stage), phase ^ 1)
             clean(k, v, values_of(rings, stage, S), S)
             fence_async_shared()
             group_barrier()  # and what all warps wrote before one thread says that it is there
-            if S.HEAD_DIM > 128:
+            if S.HEAD_DIM > 128 or S.NARROW:
                 mbarrier.arrive(rings.k_full.index(stage), count=PRODUCERS)
             mbarrier.arrive(rings.full.index(stage), count=PRODUCERS)
             if i == 0:

@@ -54,28 +54,41 @@ from .softmax import (
 
 
 @gluon.jit
-def release(rings, stage):
-    """Give a stage back. Every thread arrives for itself, as it would for its copies, of which it
-    has none under way: one arrival for the warpgroup would wait for all of its warps."""
-    async_copy.mbarrier_arrive(rings.free.index(stage), increment_count=False)
+def release(free):
+    """Give back what a barrier guards. Every thread arrives for itself, as it would for its copies,
+    of which it has none under way: one arrival for the warpgroup would wait for all of its
+    warps."""
+    async_copy.mbarrier_arrive(free, increment_count=False)
 
 
 @gluon.jit
-def pass_on(rings, stage, phase, LEAN: gl.constexpr):
+def pass_on(rings, stage, phase, S):
     """Pass on a block without columns for this warpgroup's rows."""
-    if LEAN:
+    if S.HEAD_DIM > 128:
         mbarrier.wait(rings.k_full.index(stage), phase)
         mbarrier.arrive(rings.k_free.index(stage), count=1)
+    if S.NARROW:
+        mbarrier.wait(rings.k_full.index(stage), phase)
+        release(rings.k_free.index(stage))
     mbarrier.wait(rings.full.index(stage), phase)
-    release(rings, stage)
+    release(rings.free.index(stage))
 
 
 @gluon.jit
-def add_values(p, acc, rings, v_stage, S):
-    """Return acc + p times the values of a block, whose stage may then be overwritten."""
-    acc = warpgroup_mma(p, values_of(rings, v_stage, S), acc, is_async=True)
+def begin_values(p, acc, rings, v_stage, v_phase, S):
+    """Begin to add p times the values of a block to acc."""
+    if S.NARROW:
+        mbarrier.wait(rings.full.index(v_stage), v_phase)
+        fence_async_shared()  # before products of what other threads wrote
+    return warpgroup_mma(p, values_of(rings, v_stage, S), acc, is_async=True)
+
+
+@gluon.jit
+def add_values(p, acc, rings, v_stage, v_phase, S):
+    """Return acc + p times the values of a block, which may then be overwritten."""
+    acc = begin_values(p, acc, rings, v_stage, v_phase, S)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    release(rings, v_stage)
+    release(rings.free.index(v_stage))
     return acc
 
 
@@ -144,8 +157,9 @@ def consume(
             acc = gl.zeros([HALF_ROWS, S.HEAD_DIM], gl.float32, OL)
             p = gl.zeros([HALF_ROWS, BLOCK], DTYPE, PL)
             # One code path for all blocks: the first product with values is of zeros by zeros, and
-            # releases a stage that nobody waits for.
+            # releases what nobody waits for.
             v_stage = S.STAGES
+            v_phase = 1
             word = gl.load(p_flags)
             next_word = gl.load(p_flags + 1)
             flags = gl.where(planned > 0, word & FLAGS_OF_BLOCK, GROWTH_FLAGS)
@@ -165,8 +179,6 @@ def consume(
             for i in range(num_blocks):
                 if (flags & (FOR_WARPGROUP << WG)) != 0:
                     mbarrier.wait(rings.k_full.index(stage), phase)
-                    if S.NARROW:
-                        fence_async_shared()  # before products of what other threads wrote
                     k = rings.kv.index(2 * stage + 1).permute((1, 0))
                     s = z
                     if S.NARROW:
@@ -177,7 +189,7 @@ def consume(
                     if LEAN:
                         s = warpgroup_mma_wait(0, deps=(s,))
                     else:
-                        acc = warpgroup_mma(p, values_of(rings, v_stage, S), acc, is_async=True)
+                        acc = begin_values(p, acc, rings, v_stage, v_phase, S)
                         s = warpgroup_mma_wait(1, deps=(s,))
                     if S.HAS_CAP:
                         if S.NARROW:
@@ -187,12 +199,14 @@ def consume(
                     if (flags & MASKED) != 0:
                         key = rings.keys.index(stage).load(gl.SliceLayout(0, SL))
                         s = keep_visible(s, key, row_s, S.BIT_KEYS, S.GROUP)
+                    if S.NARROW:
+                        release(rings.k_free.index(stage))
                     # here, where it takes its turn with the arithmetic of softmax
                     flags, word, next_word = flags_behind(i, word, next_word, p_flags, planned)
                     b_max, alpha = grow(s, b_max, row_scale, S.INVARIANT)
                     if not LEAN:
                         acc, p, s = warpgroup_mma_wait(0, deps=(acc, p, s))
-                        release(rings, v_stage)
+                        release(rings.free.index(v_stage))
                     acc = shrink(acc, alpha)
                     s, part = probabilities(
                         s, b_max, to_quads(row_scale) if ROW_SCALES else row_scale
@@ -200,18 +214,19 @@ def consume(
                     b_sum = b_sum * alpha + part
                     p = gl.convert_layout(s.to(DTYPE), PL)
                     v_stage = stage
+                    v_phase = phase
                     if LEAN:
                         mbarrier.arrive(rings.k_free.index(stage), count=1)
                         mbarrier.wait(rings.full.index(stage), phase)
-                        acc = add_values(p, acc, rings, v_stage, S)
+                        acc = add_values(p, acc, rings, v_stage, v_phase, S)
                 else:
                     flags, word, next_word = flags_behind(i, word, next_word, p_flags, planned)
-                    pass_on(rings, stage, phase, LEAN)
+                    pass_on(rings, stage, phase, S)
                 stage, phase = advance(stage, phase, S.STAGES)
             if LEAN:
                 mbarrier.arrive(rings.q_free.index(WG), count=1)
             else:
-                acc = add_values(p, acc, rings, v_stage, S)
+                acc = add_values(p, acc, rings, v_stage, v_phase, S)
             if S.NARROW:
                 acc = acc * v_scale
 
@@ -231,7 +246,7 @@ def consume(
                     split_turns += 1
         else:
             for _ in range(num_blocks):
-                pass_on(rings, stage, phase, LEAN)
+                pass_on(rings, stage, phase, S)
                 stage, phase = advance(stage, phase, S.STAGES)
         turns += 1
         ticket = ticket_of(turns)

@@ -4,7 +4,8 @@ Keys are multiplied as they came, with queries of two terms: e4m3 numbers, and w
 left in a second one. In units that are powers of two, one for each row, the two hold every bfloat16
 down to 2^-8 of the row's largest, and of smaller ones the bits above 2^-16 of it.
 Values become half precision in the producer, some blocks after they were asked for: pending blocks
-are those that have been asked for and have not been passed on.
+are those that have been asked for and not been converted. Keys are passed on as they come, and what
+came may be overwritten as soon as they are multiplied: converted values have buffers of their own.
 """
 
 from triton.experimental import gluon
@@ -17,6 +18,10 @@ from .shape import BLOCK, group_barrier, values_of
 # The largest element of a query becomes 2^6 to 2^7, or where the logarithm is a last place short
 # up to 2^8: below 448, the largest e4m3.
 _TOP = gl.constexpr(6.0)
+# So many blocks are pending while the next one is asked for, and while an item's queries are,
+# behind its first block. Not more: queries wait for those of the item before to be taken, and these
+# for all blocks of the items before that, so that one block of the item before may be pending.
+PENDING = gl.constexpr(2)
 
 
 @gluon.jit
@@ -32,31 +37,14 @@ def two_terms(q, ROWS: gl.constexpr):
     return high, low, gl.convert_layout(unit, ROWS)
 
 
-@gluon.constexpr_function
-def ahead(S):
-    """Return how many blocks may be pending besides the one that is asked for next: as many as
-    there are places for converted values. That one may take the stage of a block whose values a
-    warpgroup holds until it has the scores of the next one; or, where it passes that on, of the one
-    behind it: at least three stages more."""
-    assert S.STAGES >= 6
-    return S.STAGES // 2
-
-
 @gluon.jit
-def wait_for_room(stage, phase, rings, S):
-    """Wait until the values whose place a stage's take, those of half a ring before, are used."""
-    HALF: gl.constexpr = S.STAGES // 2
-    same = stage >= HALF  # in the same round of the ring
-    mbarrier.wait(
-        rings.free.index(gl.where(same, stage - HALF, stage + HALF)),
-        gl.where(same, phase, phase ^ 1),
-    )
-
-
-@gluon.jit
-def convert(stage, rings, S):
-    """Turn a stage's values, which have come and have room, into half precision, and pass the stage
-    on."""
+def convert(count, stage, phase, rings, S):
+    """Turn values that have come into half precision and pass them on: those of the block whose
+    stage is so many before `stage` in the ring."""
+    stage -= count
+    wraps = stage < 0
+    stage = gl.where(wraps, stage + S.STAGES, stage)
+    mbarrier.wait(rings.free.index(stage), gl.where(wraps, phase, phase ^ 1))
     # eight elements a thread: 8 bytes read, 16 written, neither with a bank conflict
     L: gl.constexpr = gl.BlockedLayout(
         [1, 8], [256 // S.HEAD_DIM, S.HEAD_DIM // 8], [S.PRODUCER_WARPS, 1], [1, 0]
@@ -72,27 +60,20 @@ def convert(stage, rings, S):
 
 
 @gluon.jit
-def convert_late(pending, stage, AHEAD: gl.constexpr, rings, S):
-    """Convert the oldest block where more than AHEAD are pending; returns how many are left. It has
-    room: whose place it takes is the block whose stage the newest one has taken."""
-    if pending > AHEAD:
-        async_copy.wait_group(AHEAD)
-        at = stage - AHEAD
-        convert(gl.where(at < 0, at + S.STAGES, at), rings, S)
+def convert_late(pending, stage, phase, rings, S):
+    """Convert the oldest of the pending blocks, the newest of which has taken `stage`, where there
+    are more than PENDING; returns how many are left."""
+    if pending > PENDING:
+        async_copy.wait_group(PENDING)
+        convert(PENDING, stage, phase, rings, S)
         pending -= 1
     return pending
 
 
 @gluon.jit
-def convert_all_but(most, pending, stage, phase, rings, S):
-    """Convert blocks until at most so many are pending; returns how many are."""
-    if pending > most:
-        async_copy.wait_group(0)
-        while pending > most:
-            at = stage + 1 - pending
-            wraps = at < 0
-            at = gl.where(wraps, at + S.STAGES, at)
-            wait_for_room(at, gl.where(wraps, phase ^ 1, phase), rings, S)
-            convert(at, rings, S)
-            pending -= 1
-    return pending
+def convert_rest(pending, end, phase, rings, S):
+    """Convert all pending blocks, which have taken the stages before `end`."""
+    async_copy.wait_group(0)
+    while pending > 0:
+        convert(pending, end, phase, rings, S)
+        pending -= 1

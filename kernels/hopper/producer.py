@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .cleaning import must_run_again, produce_cleaned
-from .e4m3_blocks import ahead, convert_all_but, convert_late
+from .e4m3_blocks import convert_late, convert_rest
 from .gather import copy_queries, times, words_of
 from .shape import (
     BLOCK,
@@ -27,8 +27,8 @@ from .shape import (
 def copy_block(
     p_k, p_v, p_keys, p_next, slot, offs_d, pending, stage, phase, rings, stride_k, stride_v, S,
 ):  # fmt: skip
-    """Copy keys and values of one block into its stage; returns the slots of the block PRE behind,
-    and how many blocks are pending (e4m3_blocks.py).
+    """Copy keys and values of one block into its stage; returns the slots of the block LOOKAHEAD
+    behind, and how many blocks are pending (e4m3_blocks.py).
 
     These take the registers of the block's own slots and are not touched before their turn: moved
     to other registers they would be waited for here.
@@ -41,23 +41,38 @@ def copy_block(
         rings.kv.index(2 * stage + 1), p_k + to_k[:, None] + offs_d[None, :], mask=ok[:, None]
     )
     async_load(rings.keys.index(stage), p_keys)
-    if S.HEAD_DIM > 128:
+    if S.HEAD_DIM > 128 or S.NARROW:
         async_copy.mbarrier_arrive(rings.k_full.index(stage), increment_count=False)
+    if S.HEAD_DIM > 128:
         mbarrier.wait(rings.free.index(stage), phase ^ 1)
     async_load(rings.kv.index(2 * stage), p_v + to_v[:, None] + offs_d[None, :], mask=ok[:, None])
     if S.NARROW:
         async_copy.commit_group()
-        pending = convert_late(pending + 1, stage, ahead(S), rings, S)
+        pending = convert_late(pending + 1, stage, phase, rings, S)
     else:
         async_copy.mbarrier_arrive(rings.full.index(stage), increment_count=False)
     return gl.load(p_next), pending
 
 
 @gluon.jit
+def first_slots(of_first_block, p_first, p_rest, S):
+    """Return a tuple: the slots of an item's first LOOKAHEAD blocks."""
+    slots = (of_first_block,)
+    for b in gl.static_range(1, S.LOOKAHEAD):
+        p_slots = p_first + b * BLOCK if b < PRE else p_rest + (b - PRE) * BLOCK
+        slots = slots + (gl.load(p_slots),)
+    return slots
+
+
+@gluon.jit
 def produce(
     q_ptr, k_ptr, v_ptr, words_ptr, slots_ptr, keys_ptr, stride_q, stride_k, stride_v, rings, S,
 ):  # fmt: skip
-    """Load every block of every item of this CTA, in order. Slots are loaded PRE blocks ahead."""
+    """Load every block of every item of this CTA, in order.
+
+    Slots are loaded LOOKAHEAD blocks ahead, and arrive behind all that was asked for before: no
+    more blocks than that are under way at once.
+    """
     # Eight threads copy 128 bytes of a row, a whole line: the fewer of them there are, the fewer
     # compute its address again; the consumers need the issue slots. Of head dim 256 they have left
     # it few registers: four threads a row hold half as many slots.
@@ -79,13 +94,13 @@ def produce(
     ticket = ticket_of(0)
     # nothing here waits for anything but the ticket's number: see PRE
     p_slots = slots_ptr + ticket // S.HEADS * (PRE * BLOCK) + offs_n
-    s0 = gl.load(p_slots)
-    s1 = gl.load(p_slots + BLOCK)
-    s2 = gl.load(p_slots + 2 * BLOCK)
+    next_slots = gl.load(p_slots)
     num_tickets = gl.load(words_ptr + H_NUM_ITEMS) * S.HEADS
     steps = gl.load(words_ptr + H_STEPS)
     first = gl.where(ticket < num_tickets, ticket, 0)
     p_item, planned, growing, rows, rest = words_of(words_ptr, first, S)
+    rest = gl.where(ticket < num_tickets, rest, 0)  # without items it may be anything
+    slots = first_slots(next_slots, p_slots, slots_ptr + rest * BLOCK + offs_n, S)
     if S.PDL:
         wait_for_kernel_before()
         # Not earlier: so the next kernel starts when the one before this one is done.
@@ -94,7 +109,6 @@ def produce(
     phase = 0
     q_phases = 0
     pending = 0
-    before = 0  # blocks of the item before
     while ticket < num_tickets:
         item = ticket // S.HEADS
         head = ticket % S.HEADS
@@ -110,38 +124,26 @@ def produce(
         num_blocks = blocks_of(planned, growing, steps)
         p_k = k_ptr + head * S.HEAD_DIM
         p_v = v_ptr + head * S.HEAD_DIM
-        for i in range(0, num_blocks, PRE):
-            p_next = slots_ptr + (rest + i) * BLOCK + offs_n  # of block i + PRE
-            at = gl.where(i < PRE, item * PRE, rest + i - PRE)
-            p_keys = keys_ptr + at * BLOCK + offs_k
-            s0, pending = copy_block(
-                p_k, p_v, p_keys, p_next, s0, offs_d, pending, stage, phase, rings, stride_k,
-                stride_v, S,
-            )  # fmt: skip
-            if S.NARROW:
-                if i == 0:
-                    # Queries wait for those of the item before to be taken, and these for all
-                    # blocks of the items before that.
-                    pending = convert_all_but(before + 1, pending, stage, phase, rings, S)
-            stage, phase = advance(stage, phase, S.STAGES)
-            if i == 0:
-                # behind the first block: the words that say which queries have arrived by then
-                q_phases = copy_queries(
-                    q_ptr, p_item, head, rows, turn, rings, q_phases, stride_q, S, QL, Q_STEP
-                )
-            if i + 1 < num_blocks:
-                s1, pending = copy_block(
-                    p_k, p_v, p_keys + BLOCK, p_next + BLOCK, s1, offs_d, pending, stage, phase,
-                    rings, stride_k, stride_v, S,
-                )  # fmt: skip
-                stage, phase = advance(stage, phase, S.STAGES)
-            if i + 2 < num_blocks:
-                s2, pending = copy_block(
-                    p_k, p_v, p_keys + 2 * BLOCK, p_next + 2 * BLOCK, s2, offs_d, pending, stage,
-                    phase, rings, stride_k, stride_v, S,
-                )  # fmt: skip
-                stage, phase = advance(stage, phase, S.STAGES)
-        before = num_blocks
+        for i in range(0, num_blocks, S.LOOKAHEAD):
+            p_next = slots_ptr + (rest + i + S.LOOKAHEAD - PRE) * BLOCK + offs_n
+            p_keys = keys_ptr + gl.where(i == 0, item * PRE, rest + i - PRE) * BLOCK + offs_k
+            p_more = keys_ptr + (rest + i - PRE) * BLOCK + offs_k  # of block PRE and on
+            for j in gl.static_range(S.LOOKAHEAD):
+                if i + j < num_blocks:
+                    behind, pending = copy_block(
+                        p_k, p_v, (p_keys if j < PRE else p_more) + j * BLOCK, p_next + j * BLOCK,
+                        slots[j], offs_d, pending, stage, phase, rings, stride_k, stride_v, S,
+                    )  # fmt: skip
+                    slots = slots[:j] + (behind,) + slots[j + 1 :]
+                    stage, phase = advance(stage, phase, S.STAGES)
+                if j == 0:
+                    if i == 0:
+                        # behind the first block: the words that say which queries have arrived by
+                        # then
+                        q_phases = copy_queries(
+                            q_ptr, p_item, head, rows, turn, rings, q_phases, stride_q, S, QL,
+                            Q_STEP,
+                        )  # fmt: skip
         turn += 1
         ticket = next_ticket
         p_item = p_next_item
@@ -149,13 +151,9 @@ def produce(
         growing = next_growing
         rows = next_rows
         rest = next_rest
-        s0 = next_slots
-        s1 = gl.load(p_slots + BLOCK)
-        s2 = gl.load(p_slots + 2 * BLOCK)
+        slots = first_slots(next_slots, p_slots, slots_ptr + rest * BLOCK + offs_n, S)
     if S.NARROW:
-        wraps = stage == 0
-        last = gl.where(wraps, S.STAGES, stage) - 1
-        pending = convert_all_but(0, pending, last, gl.where(wraps, phase ^ 1, phase), rings, S)
+        convert_rest(pending, stage, phase, rings, S)
     if turn > 0:
         if must_run_again(rings, S.PRODUCER_WARPS) != 0:
             produce_cleaned(

@@ -39,6 +39,7 @@ class Shape:
 
     HEADS     KV heads; GROUP query heads each; HEAD_DIM 64, 128 or 256
     STAGES    blocks of K, and of V, that the rings hold
+    LOOKAHEAD blocks that slots are asked for ahead, PRE or more
     ITEM, BIT_KEYS  item_words(GROUP) and has_bit_keys(GROUP) of words.py
     HAS_CAP   cap the logits; HAS_LSE write the LSE; HAS_SINK add a sink to each row;
               PDL wait for the kernel before by hand
@@ -50,6 +51,7 @@ class Shape:
     GROUP: gl.constexpr
     HEAD_DIM: gl.constexpr
     STAGES: gl.constexpr
+    LOOKAHEAD: gl.constexpr
     ITEM: gl.constexpr
     BIT_KEYS: gl.constexpr
     HAS_CAP: gl.constexpr
@@ -62,13 +64,14 @@ class Shape:
 
     @gluon.constexpr_function
     def __init__(
-        self, HEADS, GROUP, HEAD_DIM, STAGES, ITEM, BIT_KEYS, HAS_CAP, HAS_LSE, HAS_SINK,
-        PDL, NARROW, INVARIANT, PRODUCER_WARPS,
+        self, HEADS, GROUP, HEAD_DIM, STAGES, LOOKAHEAD, ITEM, BIT_KEYS, HAS_CAP, HAS_LSE,
+        HAS_SINK, PDL, NARROW, INVARIANT, PRODUCER_WARPS,
     ):  # fmt: skip
         self.HEADS = gl.constexpr(HEADS)
         self.GROUP = gl.constexpr(GROUP)
         self.HEAD_DIM = gl.constexpr(HEAD_DIM)
         self.STAGES = gl.constexpr(STAGES)
+        self.LOOKAHEAD = gl.constexpr(LOOKAHEAD)
         self.ITEM = gl.constexpr(ITEM)
         self.BIT_KEYS = gl.constexpr(BIT_KEYS)
         self.HAS_CAP = gl.constexpr(HAS_CAP)
@@ -84,9 +87,10 @@ class Shape:
 class Rings:
     """Shared memory: q [2, 64, D], kv [2 * STAGES, 64, D] with V in even and K in odd buffers, and
     up to head dim 128 zeros in one more; v: the same buffers, or of a narrow KV cache its V in half
-    precision, [STAGES / 2, 64, D], and zeros; keys int32 [STAGES, 64]; and mbarriers: what they
-    guard is there (full) or may be overwritten (free). full and free are a whole stage's, and so
-    are k_full and k_free but for head dim 256, whose two stages pass K on by itself.
+    precision, [STAGES, 64, D], and zeros; keys int32 [STAGES, 64]; and mbarriers: what they
+    guard is there (full) or may be overwritten (free). full and free are those of values, k_full
+    and k_free those of keys: the same but for head dim 256, whose two stages pass K on by itself,
+    and for a narrow KV cache, where full and free are of converted values.
     tainted int32 [2, 128]: what the threads of each warpgroup found, `shown` by both (cleaning.py)
 
     Barriers of one allocation would be kept apart by a barrier of all four warps between any two
@@ -127,12 +131,7 @@ class Rings:
 @gluon.jit
 def values_of(rings, stage, S):
     """Return the values [64, D] of a stage as they are multiplied; zeros behind the last stage."""
-    if S.NARROW:
-        # Converted values are needed for a short time: half as many, for two stages in turn.
-        HALF: gl.constexpr = S.STAGES // 2
-        return rings.v.index(gl.where(stage >= HALF, stage - HALF, stage))
-    else:
-        return rings.v.index(stage * 2)
+    return rings.v.index(stage if S.NARROW else stage * 2)
 
 
 @gluon.jit

@@ -212,8 +212,7 @@ def _serialize(
         order += total
         item += 1
     words[W.H_NUM_SEGMENTS] = (segment - segments) // W.SEGMENT_WORDS
-    # a CTA asks for the slots of a block PRE blocks ahead, also behind the last item's end
-    return words[:segment].copy(), rest + W.PRE, num_partials, 0, longest
+    return words[:segment].copy(), rest + W.LOOKAHEAD, num_partials, 0, longest
 
 
 @cached_njit

@@ -264,8 +264,7 @@ def _serialize(
             words[g + W.G_LEN] = seq_lens[row]
         order += total + growth
     words[W.H_NUM_SEGMENTS] = (segment - segments) // W.SEGMENT_WORDS
-    # a CTA asks for the slots of a block PRE blocks ahead, also behind the last item's end
-    return words[:segment].copy(), rest + W.PRE, num_partials, num_places, longest
+    return words[:segment].copy(), rest + W.LOOKAHEAD, num_partials, num_places, longest
 
 
 @cached_njit

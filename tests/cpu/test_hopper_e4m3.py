@@ -94,17 +94,27 @@ def test_wrong_products_are_found(fault):
         assert_attention(problem, *attend(problem, plan, [SCORES[fault]]))
 
 
+OVERWRITES = {
+    "keys": ("copy_block", "mbarrier.wait(rings.k_free", "(lambda *_: None)(rings.k_free"),
+    "values": ("convert", "mbarrier.wait(", "(lambda *_: None)("),
+}  # fmt: skip
+LATE = {
+    "keys": ("consume", "s = warpgroup_mma_wait(1"),
+    "values": ("add_values", "acc = warpgroup_mma_wait"),
+}
+
+
 @pytest.mark.long
-def test_values_that_overwrite_those_in_use_are_found(monkeypatch):
+@pytest.mark.parametrize("what", OVERWRITES)
+def test_what_overwrites_a_block_in_use_is_found(what, monkeypatch):
     """Of tiles of two warpgroups that take their turns, one of which is late."""
     monkeypatch.setattr(emulated_gluon, "LONGEST_WAIT_S", 3)  # some turns then never come
     problem = narrow(RANGES)
     plan = plans_of(problem)[0]
-    early = "copy_block", "mbarrier.wait(rings.k_free", "(lambda *_: None)(rings.k_free"
-    wait = "acc = warpgroup_mma_wait"
-    late = "add_values", wait, f"__import__('time').sleep(0.1); {wait}"
+    where, wait = LATE[what]
+    late = where, wait, f"__import__('time').sleep(0.1); {wait}"
     with pytest.raises(AssertionError):
-        assert_attention(problem, *attend(problem, plan, [early, late]))
+        assert_attention(problem, *attend(problem, plan, [OVERWRITES[what], late]))
 
 
 CLEANING = {
@@ -128,16 +138,18 @@ def test_a_fault_of_the_second_run_is_found(fault):
 
 
 WAITS = {
-    "queries before the blocks of items before": (
-        "produce", "convert_all_but(before + 1, pending", "convert_all_but(99, pending",
-    ),
-    "blocks that are never passed on": (
-        "produce", "convert_all_but(0, pending", "convert_all_but(1, pending",
-    ),
-    "more pending blocks than stages allow": ("copy_block", "ahead(S)", "S.STAGES"),
-    "values that wait for their own place": (
-        "wait_for_room", "gl.where(same, stage - HALF, stage + HALF)", "stage",
-    ),
+    "queries before the blocks of items before": [
+        ("convert_late", "pending > PENDING", "pending > 3"),
+        ("convert_late", "wait_group(PENDING)", "wait_group(3)"),
+        ("convert_late", "convert(PENDING", "convert(3"),
+    ],
+    "blocks that are never passed on": [("convert_rest", "while pending > 0", "while pending > 1")],
+    "more pending blocks than stages allow": [
+        ("convert_late", "pending > PENDING", "pending > 2 * S.STAGES"),
+    ],
+    "values that wait for their own place": [
+        ("convert", "gl.where(wraps, phase, phase ^ 1)", "gl.where(wraps, phase ^ 1, phase)"),
+    ],
 }  # fmt: skip
 
 
@@ -160,4 +172,4 @@ def test_a_producer_that_waits_for_itself_is_found(fault, monkeypatch):
     problem = narrow(HeadConfig(16, 1, 64), SHORT if short else forest(1500))
     plan = Planner(problem.heads, num_sms=CTAS, headroom=3).plan(problem.paths)
     with pytest.raises(AssertionError, match="never passed"):
-        attend(problem, plan, [WAITS[fault]])
+        attend(problem, plan, WAITS[fault])

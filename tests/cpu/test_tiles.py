@@ -215,7 +215,7 @@ def test_every_block_is_written_once(paths, heads):
         w = plan.words
         order = w[w[W.H_ORDER] : w[W.H_GROWTHS]]
         assert np.unique(order).size == order.size
-        assert order.size == 0 or 0 <= order.min() and order.max() < plan.num_blocks - W.PRE
+        assert order.size == 0 or 0 <= order.min() and order.max() < plan.num_blocks - W.LOOKAHEAD
         written = np.zeros(plan.num_blocks * W.BLOCK, int)
         first = w[W.H_SEGMENTS]
         segments = w[first : first + w[W.H_NUM_SEGMENTS] * W.SEGMENT_WORDS]

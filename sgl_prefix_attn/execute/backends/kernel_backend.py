@@ -147,7 +147,7 @@ class KernelBackend:
         reads = min(tiles * max_tokens, max(_READS * max_tokens, _LEAST_READS))
         # besides whole blocks a tile has one that is masked, one of growth and its first blocks
         blocks = triton.cdiv(reads + headroom * max_batch, W.BLOCK)
-        blocks += (2 + W.PRE) * items + W.PRE
+        blocks += (2 + W.PRE) * items + W.LOOKAHEAD
         segments = 2 * (6 * max_batch) + 2 * items
         return Capacity(
             words=W.HEADER_WORDS
@@ -179,7 +179,7 @@ class KernelBackend:
         # every request has a block that is not full, and one more for each that it grows into
         own = max_batch * (2 + triton.cdiv(headroom, W.BLOCK))
         stretches = 2 * pairs if twice else 0
-        blocks = triton.cdiv(reads, W.BLOCK) + own + (1 + W.PRE) * items + W.PRE + stretches
+        blocks = triton.cdiv(reads, W.BLOCK) + own + (1 + W.PRE) * items + W.LOOKAHEAD + stretches
         runs = 6 * max_batch + triton.cdiv(reads, self.part_tokens) + stretches
         return Capacity(
             words=W.HEADER_WORDS
