@@ -13,7 +13,6 @@ import secrets
 import socket
 import subprocess
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -45,11 +44,13 @@ class ServerError(RuntimeError):
 class ServerProcess:
     """Context manager: the server is starting inside, and all of its processes end with it.
 
-    arguments      of sglang.launch_server but for --host and --port
+    arguments      of `module` but for --host and --port
     log            file for its output; its folder is made
     env            its whole environment; None: this process's
     start_limit_s  wait_until_healthy waits so long
     """
+
+    module = "sglang.launch_server"
 
     def __init__(
         self, arguments: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None,
@@ -59,6 +60,7 @@ class ServerProcess:
         self.url = ""
         self.arguments, self.env = list(arguments), env
         self._start_limit_s = start_limit_s
+        self._read = 0  # bytes of the log
         self._process: subprocess.Popen | None = None
 
     def __enter__(self) -> ServerProcess:
@@ -66,7 +68,7 @@ class ServerProcess:
         self.url = f"http://127.0.0.1:{port}"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         place = ("--host", "127.0.0.1", "--port", str(port))
-        words = ["sglang.launch_server", *self.arguments, *place]
+        words = [self.module, *self.arguments, *place]
         self._process = start_session(words, self.log, self.env)
         return self
 
@@ -84,9 +86,9 @@ class ServerProcess:
         start = told = time.monotonic()
         while True:
             self.check_alive("before it was healthy")
-            with contextlib.suppress(urllib.error.URLError, OSError):
-                fetch(f"{self.url}/health")
-                return time.monotonic() - start
+            with contextlib.suppress(OSError):
+                if self.is_healthy():
+                    return time.monotonic() - start
             now = time.monotonic()
             if now - start > self._start_limit_s:
                 raise self.error(f"was not healthy after {self._start_limit_s:g} s")
@@ -95,10 +97,23 @@ class ServerProcess:
                 print(f"  still starting after {now - start:.0f} s ({self.log})", flush=True)
             time.sleep(_POLL_S)
 
+    def is_healthy(self) -> bool:
+        """Ask the server. Raises OSError where it says no or nothing."""
+        fetch(f"{self.url}/health")
+        return True
+
     def check_alive(self, when: str = "while it was in use") -> None:
         """Raises ServerError if the server has ended."""
         if self._process.poll() is not None:
             raise self.error(f"ended with status {self._process.returncode} {when}")
+
+    def new_log(self) -> str:
+        """Return what the server has written since the last call."""
+        with self.log.open("rb") as log:
+            log.seek(self._read)
+            written = log.read()
+        self._read += len(written)
+        return written.decode(errors="replace")
 
     def counters(self) -> Counters:
         """Read /metrics as {(name, sorted labels): value}. Raises ServerError."""

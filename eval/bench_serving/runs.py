@@ -47,7 +47,8 @@ def measure(
         print(f"{run} ({number} of {len(runs)}) ...", flush=True)
         try:
             rate = run.rate.resolve(rates.saturation(before, run.load.name, baseline))
-            found = _measure(run, rate, server, client)
+            warm_up(run.load, server, client)
+            found = serve(run, rate, server, client)
         except (ValueError, ClientError) as error:
             print(f"  left out: {error}", flush=True)
             continue
@@ -59,23 +60,22 @@ def measure(
         }  # fmt: skip
 
 
-def _measure(run: Run, rate: float, server: ServerProcess, client: Client) -> dict:
-    _warm_up(run.load, server, client)
+def serve(run: Run, rate: float, server: ServerProcess, client: Client) -> dict:
+    """Return the figures of one run at so many requests/s, from an empty cache. Raises ClientError
+    and ServerError."""
     server.flush_cache()
-    before, logged = server.counters(), server.log.stat().st_size
+    before = server.counters()
+    server.new_log()
     name = f"{folder_name(run.backend)}-{run.load.name}-{run.rate.label}-{run.alternation}"
     report = client.run(name.replace(":", "-"), server, run.load, rate, run.rate.streams)
-    with server.log.open("rb") as log:
-        log.seek(logged)
-        written = log.read().decode(errors="replace")
     wanted = [request.output for request in run.load.requests]
     grown = growth(before, server.counters())
-    row = serving_row.row(report, wanted, grown, written)
+    row = serving_row.row(report, wanted, grown, server.new_log())
     return row if run.rate.streams else row | dict.fromkeys(serving_row.OF_STREAMS)
 
 
-def _warm_up(load: Load, server: ServerProcess, client: Client) -> None:
-    """Send the first requests of such a load at once, with short answers."""
+def warm_up(load: Load, server: ServerProcess, client: Client) -> None:
+    """Send the first requests of such a load at once, with short answers. Raises ServerError."""
     sums = accumulate(request.input for request in load.requests[:_REQUESTS])
     number = max(1, sum(tokens <= _PROMPT_TOKENS for tokens in sums))
     ids = prompts(load.requests[:number], client.seed, client.vocab_size)

@@ -33,11 +33,12 @@ def row(report: dict, wanted: list[int], grown: Counters, log: str) -> dict:
     backends of SGLang's own flags, where it filled in what it picked; `pool_tokens` the KV slots.
     """
     cache = report["cache_report"]
+    about = report["server_info"] or {}  # a router has none of its servers'
     steps = by_labels(grown, STEPS, "variant", "reason")
     errors = [error for error in report["errors"] if error]
     return {
-        "attention": {flag: report["server_info"].get(flag) for flag in _BACKENDS},
-        "pool_tokens": report["server_info"].get("max_total_num_tokens"),
+        "attention": {flag: about.get(flag) for flag in _BACKENDS},
+        "pool_tokens": about.get("max_total_num_tokens"),
         "sent": len(wanted),
         # The client may have shuffled the requests: so many of each length.
         "completed": (Counter(report["output_lens"]) & Counter(wanted)).total(),

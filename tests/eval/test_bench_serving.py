@@ -238,7 +238,7 @@ def test_steps_and_bytes_are_what_the_counters_grew_by():
         ("sglang:prefix_attn_kv_bytes_total", (("kind", "unique"),)): 0.0,
     }
     log = "Prefill, #running-req: 9\nDecode batch, #running-req: 12, #token: 7"
-    row = serving_row.row(REPORT, [3], grown, log)
+    row = serving_row.row(REPORT | {"server_info": None}, [3], grown, log)
     assert row["steps"] == {"prefix:a": 3.0, "stock:b": 1.0} and row["prefix_share"] == 0.75
     assert row["kv_bytes"] == {"read": 10.0} and row["peak_running"] == 12
 

@@ -1,4 +1,5 @@
-"""Stand-ins for `python -m sglang.launch_server` and `sglang.bench_serving` on a search path."""
+"""Stand-ins for `python -m sglang.launch_server`, `sglang.bench_serving` and
+`sglang_router.launch_router` on a search path."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         with (here / "asked").open("a") as asked:
             asked.write(path + "\\n")
         steps = 'sglang:prefix_attn_steps_total{variant="prefix",reason="r"}'
-        body = f"{steps} {Handler.answered}\\n"
+        body = f"{steps} {Handler.answered}\\nsglang:num_requests_total {Handler.answered}\\n"
         print(f"Decode batch, #running-req: {Handler.answered}", flush=True)
         self.send_response(200 if fine else 503)
         self.end_headers()
@@ -75,6 +76,45 @@ report = {
 }
 pathlib.Path(arguments["--output-file"]).write_text(json.dumps(report) + "\\n")
 """
+
+_ROUTER = """
+import http.server, itertools, pathlib, sys, time, urllib.request
+arguments = sys.argv[1:]
+value = lambda flag: arguments[arguments.index(flag) + 1]
+first = arguments.index("--worker-urls") + 1
+urls = list(itertools.takewhile(lambda word: not word.startswith("--"), arguments[first:]))
+turns = itertools.cycle(urls if value("--policy") == "round_robin" else urls[:1])
+with (pathlib.Path(__file__).parent / "policies").open("a") as policies:
+    policies.write(value("--policy") + "\\n")
+start = time.monotonic()
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        found = len(urls) if time.monotonic() - start > 0.3 else 0
+        self.answer(f'{{"healthy_workers": {found}}}'.encode())
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.answer(urllib.request.urlopen(next(turns) + self.path, data=body).read())
+
+    def answer(self, body):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+http.server.ThreadingHTTPServer(("127.0.0.1", int(value("--port"))), Handler).serve_forever()
+"""
+
+
+def write_router(site: Path) -> Path:
+    """Write a package `sglang_router` into a folder, and return it: its router finds its servers
+    after a while, sends requests to all in turn if it is told round_robin, else to the first, and
+    writes its policy into `policies`."""
+    package = site / "sglang_router"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "launch_router.py").write_text(_ROUTER)
+    return package
 
 
 def write_stand_in(site: Path) -> Path:

@@ -1,0 +1,139 @@
+"""python -m eval.bench_routing: what a router's policy does to sharing.
+
+Servers with random weights, one on each GPU, behind SGLang's router: of each backend they serve
+every load under every policy, each time from empty caches. Cache-aware routing keeps requests that
+begin alike on one server; round robin spreads them, so that every server computes and reads their
+prefix. A report: nothing is asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from eval import provenance
+from eval.bench_serving import rates, serving_row
+from eval.bench_serving.client import Client, ClientError
+from eval.bench_serving.runs import Run, serve, warm_up
+from eval.cli_values import amount, benchmark, names, several
+from eval.dummy_engine import in_turn
+from eval.engine_process import end_on_sigterm
+from eval.model_shapes import SHAPES
+from eval.router_process import POLICIES, RouterProcess
+from eval.server_process import ServerError, ServerProcess, random_server
+from eval.word_tokenizer import write_word_model
+from eval.workloads import catalogue
+from eval.workloads.load import Load, Scale
+from sgl_prefix_attn.tools.argument_types import count
+
+_SEED = 1
+_ON_CPU = 2  # servers beside each other, where no GPU limits them
+
+
+def main(argv: list[str]) -> int:
+    args, loads = _parse(argv)
+    end_on_sigterm()
+    chosen = ("model_shape", "servers", "max_running", "length_scale", "count_scale")
+    settings = {name: getattr(args, name) for name in chosen} | {"device": args.device.type}
+    facts = {load.name: load.facts() for load in loads}
+    meta = provenance.collect("eval.bench_routing", argv, settings=settings, loads=facts)
+    rows: list[dict] = []
+    turns = list(in_turn(args.backends, args.alternations))
+    wanted = len(turns) * len(args.policies) * len(loads) * len(args.rates)
+    with tempfile.TemporaryDirectory(prefix="bench-routing-") as name:
+        folder, words = Path(name), SHAPES[args.model_shape]["vocab_size"]
+        model = write_word_model(folder / "model", args.model_shape)
+        for turn, backend in turns:
+            runs = [Run(backend, turn, *pair) for pair in product(loads, args.rates)]
+            try:
+                for row in _serve(args, runs, model, words, folder / f"{turn}-{backend}"):
+                    rows.append(row)
+                    provenance.save(args.json, meta, rows)
+            except ServerError as error:
+                print(f"{backend} stopped: {error}", file=sys.stderr, flush=True)
+    if missing := wanted - len(rows):
+        print(f"{missing} of {wanted} runs failed or were left out", file=sys.stderr)
+    return int(missing > 0)
+
+
+def _serve(args, runs: list[Run], model: Path, words: int, folder: Path) -> Iterator[dict]:
+    """Yield rows of runs of one backend under every policy. Raises ServerError."""
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(_server(args, runs[0].backend, model, folder / str(number), number))
+            for number in range(args.servers)
+        ]
+        for server in servers:
+            server.wait_until_healthy()
+        for policy in args.policies:
+            client = Client(model, words, folder / f"runs-{policy}", _SEED)
+            with RouterProcess(servers, policy, log=folder / f"{policy}.log") as router:
+                router.wait_until_healthy()
+                yield from _route(runs, policy, router, client)
+
+
+def _server(args, backend: str, model: Path, folder: Path, number: int) -> ServerProcess:
+    on_cpu = args.device.type == "cpu"
+    place = () if on_cpu else ("--base-gpu-id", str(number))
+    return random_server(backend, model, folder, args.max_running, *place, on_cpu=on_cpu)
+
+
+def _route(runs: list[Run], policy: str, router: RouterProcess, client: Client) -> Iterator[dict]:
+    for run in runs:
+        print(f"{run}, {policy} ...", flush=True)
+        warm_up(run.load, router, client)
+        before = router.requests()
+        try:
+            found = serve(run, run.rate.per_s, router, client)
+        except ClientError as error:
+            print(f"  left out: {error}", flush=True)
+            continue
+        shares = [after - of for after, of in zip(router.requests(), before, strict=True)]
+        print(f"  {serving_row.text(found)}; of the servers {shares}", flush=True)
+        yield {
+            "backend": run.backend, "policy": policy, "load": run.load.name,
+            "rate": run.rate.label, "alternation": run.alternation, "requests": shares, **found,
+        }  # fmt: skip
+
+
+def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[Load]]:
+    parser = benchmark("eval.bench_routing", __doc__, SHAPES, "default,prefix", 1)
+    policies = f"of SGLang's router: {', '.join(POLICIES)}"
+    parser.add_argument("--policies", type=names, default="cache_aware,round_robin", help=policies)
+    parser.add_argument("--servers", type=count, help=f"all GPUs, on a CPU {_ON_CPU}")
+    parser.add_argument(
+        "--loads", type=names, default="gsp,fewshot,grpo16",
+        help=f"{', '.join(catalogue.NAMES)} or {catalogue.SPELLING}",
+    )  # fmt: skip
+    says = "inf, requests/s; offline: all at once, answers not streamed"
+    parser.add_argument("--rates", type=several(rates.parse), default="offline", help=says)
+    parser.add_argument("--max-running", type=count, default=256, help="requests of a server")
+    parser.add_argument("--length-scale", type=amount, default=1.0, help="of prompts and outputs")
+    parser.add_argument("--count-scale", type=amount, default=1.0, help="of requests or groups")
+    args = parser.parse_args(argv)
+    if args.servers is None:
+        args.servers = _ON_CPU if args.device.type == "cpu" else torch.cuda.device_count()
+    if unknown := sorted(set(args.policies) - set(POLICIES)):
+        known = ", ".join(POLICIES)
+        parser.error(f"argument --policies: {unknown[0]!r}, known are {known}")
+    if shares := [rate.label for rate in args.rates if rate.share is not None]:
+        parser.error(f"argument --rates: {shares[0]} is a share of what no run here says")
+    choice = catalogue.Choice(
+        seed=_SEED, longest=SHAPES[args.model_shape]["max_position_embeddings"] - 8,
+        scale=Scale(args.length_scale, args.count_scale), azure=None, mooncake=None,
+    )  # fmt: skip
+    try:
+        return args, [catalogue.build(name, choice) for name in args.loads]
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
