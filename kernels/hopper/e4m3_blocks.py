@@ -11,7 +11,7 @@ came may be overwritten as soon as they are multiplied: converted values have bu
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from .shape import BLOCK, group_barrier, values_of
 
@@ -49,12 +49,13 @@ def convert(count, stage, phase, rings, S):
     L: gl.constexpr = gl.BlockedLayout(
         [1, 8], [256 // S.HEAD_DIM, S.HEAD_DIM // 8], [S.PRODUCER_WARPS, 1], [1, 0]
     )
-    # Half of them at a time, because the producer has few registers; not less, because the compiler
+    # Half of them at a time, because the producer has few registers; not less, because Triton 3.6
     # sets a barrier between any two. One that it sets behind wait_group is for all warps' copies.
     STEP: gl.constexpr = min(4096 // S.HEAD_DIM, BLOCK)
     for r in gl.static_range(0, BLOCK, STEP):
         values = rings.kv.index(2 * stage).slice(r, STEP).load(L).to(gl.float16)
         values_of(rings, stage, S).slice(r, STEP).store(values)
+    fence_async_shared()  # for products of what is written here
     group_barrier()  # and what all warps wrote before one thread says that it is there
     mbarrier.arrive(rings.full.index(stage), count=32 * S.PRODUCER_WARPS)
 
@@ -63,6 +64,7 @@ def convert(count, stage, phase, rings, S):
 def convert_late(pending, stage, phase, rings, S):
     """Convert the oldest of the pending blocks, the newest of which has taken `stage`, where there
     are more than PENDING; returns how many are left."""
+    gl.static_assert(S.STAGES > PENDING)
     if pending > PENDING:
         async_copy.wait_group(PENDING)
         convert(PENDING, stage, phase, rings, S)

@@ -73,6 +73,7 @@ def produce(
     Slots are loaded LOOKAHEAD blocks ahead, and arrive behind all that was asked for before: no
     more blocks than that are under way at once.
     """
+    gl.static_assert(S.LOOKAHEAD >= PRE)
     # Eight threads copy 128 bytes of a row, a whole line: the fewer of them there are, the fewer
     # compute its address again; the consumers need the issue slots. Of head dim 256 they have left
     # it few registers: four threads a row hold half as many slots.

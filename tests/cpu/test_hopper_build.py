@@ -9,6 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from sgl_prefix_attn.kernels import words as W
 from sgl_prefix_attn.kernels.hopper.attention import row_tile_kernel
 from sgl_prefix_attn.kernels.hopper.build_options import (
     CONFIGS,
@@ -158,16 +159,29 @@ def test_accumulators_shrink_in_place_by_the_factors_of_their_rows(head_dim):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heads, group", [(8, 4), (1, 16)])
-def test_the_producer_does_not_wait_for_slots_that_it_has_just_asked_for(heads, group, tmp_path):
-    sass, _ = disassembled(build(heads, group, 128), tmp_path)
-    # three blocks of keys, values (8 copies each) and masks
-    loop = loops(sass, "LDGSTS", 3 * 17)[0]
-    asked = [int(r) for r in re.findall(r"LDG\.E\.128(?:\.CONSTANT)? R(\d+)", loop)]
-    assert len(asked) == 3
+@pytest.mark.parametrize(
+    "heads, group, head_dim, kv_dtype",
+    [(8, 4, 128, None), (1, 16, 128, None), (8, 4, 64, None), (8, 4, 128, "fp8e4nv"),
+     (8, 4, 64, "fp8e4nv")],
+)  # fmt: skip
+def test_the_producer_does_not_wait_for_slots_that_it_has_just_asked_for(
+    heads, group, head_dim, kv_dtype, tmp_path
+):
+    sass, _ = disassembled(build(heads, group, head_dim, kv_dtype=kv_dtype), tmp_path)
+    config = (NARROW_CONFIGS if kv_dtype else CONFIGS)[head_dim]
+    # a thread's copies of each block: of keys and of values, and of masks
+    copies = 2 * head_dim // (32 if kv_dtype else 16) + 1
+    loop = loops(sass, "LDGSTS", config.lookahead * copies)[0]
+    asked = re.findall(r"LDG\.E\.(64|128)(?:\.CONSTANT)? R(\d+)", loop)
+    assert len(asked) == config.lookahead
     # a move would wait for the load
     moved = {int(r) for r in re.findall(r"\bMOV(?:\.U32)? R\d+, (?:RZ, RZ, )?R(\d+)", loop)}
-    assert not moved & {r + i for r in asked for i in range(4)}
+    assert not moved & {int(r) + i for bits, r in asked for i in range(int(bits) // 32)}
+
+
+def test_slots_asked_for_ahead_stay_in_a_plan():
+    for config in (*CONFIGS.values(), *NARROW_CONFIGS.values()):
+        assert W.PRE <= config.lookahead <= W.LOOKAHEAD
 
 
 @pytest.mark.slow
