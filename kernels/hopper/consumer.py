@@ -79,6 +79,8 @@ def begin_values(p, acc, rings, v_stage, v_phase, S):
     """Begin to add p times the values of a block to acc."""
     if S.NARROW:
         mbarrier.wait(rings.full.index(v_stage), v_phase)
+        # before products of what other threads wrote; the producer has no time for it
+        fence_async_shared()
     return warpgroup_mma(p, values_of(rings, v_stage, S), acc, is_async=True)
 
 

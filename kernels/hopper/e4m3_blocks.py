@@ -11,7 +11,7 @@ came may be overwritten as soon as they are multiplied: converted values have bu
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .shape import BLOCK, group_barrier, values_of
 
@@ -55,7 +55,6 @@ def convert(count, stage, phase, rings, S):
     for r in gl.static_range(0, BLOCK, STEP):
         values = rings.kv.index(2 * stage).slice(r, STEP).load(L).to(gl.float16)
         values_of(rings, stage, S).slice(r, STEP).store(values)
-    fence_async_shared()  # for products of what is written here
     group_barrier()  # and what all warps wrote before one thread says that it is there
     mbarrier.arrive(rings.full.index(stage), count=32 * S.PRODUCER_WARPS)
 
