@@ -15,7 +15,7 @@ FILES = {
     "serving_h200": "H200", "serving_rates_h200": "H200", "serving_loads_h200": "H200",
     "serving_h100": "H100 A", "serving_loads_h100": "H100 B", "serving_rates_h100": "H100 C",
     "serving_interval_h100": "H100 D, ten tokens at a time", "serving_repeated_h100": "H100 E",
-    "serving_h200_e4m3": "H200 B, KV of e4m3",
+    "serving_h200_again": "H200 B, a slow host", "serving_h200_e4m3": "H200 B, KV of e4m3",
 }  # fmt: skip
 README_ROWS = (
     ("serving_h200", "gsp", "32 groups of 16 prompts with 2048 tokens in common"),
@@ -69,7 +69,8 @@ def loads():
             served = {backend: _tokens(own) for backend, own in backends.items()}
             stock = max(served[backend] for backend in STOCK if backend in served)
             cells = (f"{served[b]:.0f}" if b in served else "-" for b in (*STOCK, "prefix"))
-            ratios = (f"{served['prefix'] / of:.2f}" for of in (served["default"], stock))
+            ratios = (f"{served['prefix'] / of:.2f}" if of else "-"
+                      for of in (served.get("default"), stock))  # fmt: skip
             title = f"`{load}`" + (", offline" if rate == OFFLINE else "")
             steps = median(backends["prefix"], lambda row: row["prefix_share"])
             tpot = _over_default(backends, "tpot_ms", "p50")
@@ -128,7 +129,8 @@ def _tokens(own: list[dict]) -> float:
 
 def _over_default(backends: dict[str, list[dict]], metric: str, at: str) -> str:
     own, stock = (
-        median(backends[b], lambda row: latency(row, metric, at)) for b in ("prefix", "default")
+        median(backends.get(b, []), lambda row: latency(row, metric, at))
+        for b in ("prefix", "default")
     )
     return "-" if own is None or stock is None else f"{own / stock:.2f}"
 
