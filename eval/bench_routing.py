@@ -9,6 +9,7 @@ prefix. A report: nothing is asserted.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -123,6 +124,8 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[Load]]:
     if unknown := sorted(set(args.policies) - set(POLICIES)):
         known = ", ".join(POLICIES)
         parser.error(f"argument --policies: {unknown[0]!r}, known are {known}")
+    if importlib.util.find_spec("sglang_router") is None:
+        parser.error("SGLang's router is missing: pip install sglang-router")
     if shares := [rate.label for rate in args.rates if rate.share is not None]:
         parser.error(f"argument --rates: {shares[0]} is a share of what no run here says")
     choice = catalogue.Choice(

@@ -15,10 +15,10 @@ LOAD = "2x3:5+2:4"
 
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
-    package = write_stand_in(tmp_path / "site")
-    router = write_router(tmp_path / "site")
-    path = os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")])
-    monkeypatch.setenv("PYTHONPATH", path)
+    package, router = write_stand_in(tmp_path / "site"), write_router(tmp_path / "router")
+    folders = (str(package.parent), str(router.parent), os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
+    monkeypatch.syspath_prepend(router.parent)
     for module in (server_process, client):
         monkeypatch.setattr(module, "_POLL_S", 0.02)
     return package, router
@@ -67,7 +67,14 @@ def test_a_server_that_dies_is_told(packages, tmp_path, capsys):
         (["--loads", "gps"], "load 'gps': known are"),
     ],
 )
-def test_bad_arguments_are_named(capsys, arguments, message):
+def test_bad_arguments_are_named(packages, capsys, arguments, message):
     with pytest.raises(SystemExit):
         bench.main(["--device", "cpu", *arguments])
     assert message in capsys.readouterr().err
+
+
+def test_a_router_that_is_missing_is_told_before_servers_start(monkeypatch, capsys):
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(SystemExit):
+        bench.main(["--device", "cpu"])
+    assert "pip install sglang-router" in capsys.readouterr().err

@@ -107,11 +107,13 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(value("--port"))), Handler).se
 
 
 def write_router(site: Path) -> Path:
-    """Write a package `sglang_router` into a folder, and return it: its router finds its servers
-    after a while, sends requests to all in turn if it is told round_robin, else to the first, and
-    writes its policy into `policies`."""
+    """Write a package `sglang_router` into a new folder for the search path, and return it.
+
+    Its router finds its servers after a while, sends requests to all in turn if it is told
+    round_robin, else to the first, and writes its policy into `policies`.
+    """
     package = site / "sglang_router"
-    package.mkdir()
+    package.mkdir(parents=True)
     (package / "__init__.py").write_text("")
     (package / "launch_router.py").write_text(_ROUTER)
     return package
