@@ -22,50 +22,42 @@ import torch
 from eval import provenance
 from eval.bench_serving import rates, serving_row
 from eval.bench_serving.client import Client, ClientError
-from eval.bench_serving.runs import Run, serve, warm_up
-from eval.cli_values import amount, benchmark, names, several
-from eval.dummy_engine import in_turn
-from eval.engine_process import end_on_sigterm
+from eval.bench_serving.load_arguments import SEED, SETTINGS, add_load_arguments, loads_of
+from eval.bench_serving.runs import Run, save_in_turn, serve, warm_up
+from eval.cli_values import benchmark, names, several
+from eval.engine_process import end_on_sigterm, folder_name
 from eval.model_shapes import SHAPES
 from eval.router_process import POLICIES, RouterProcess
-from eval.server_process import ServerError, ServerProcess, random_server
+from eval.server_process import ServerProcess, random_server
 from eval.word_tokenizer import write_word_model
-from eval.workloads import catalogue
-from eval.workloads.load import Load, Scale
+from eval.workloads.load import Load
 from sgl_prefix_attn.tools.argument_types import count
 
-_SEED = 1
 _ON_CPU = 2  # servers beside each other, where no GPU limits them
 
 
 def main(argv: list[str]) -> int:
     args, loads = _parse(argv)
     end_on_sigterm()
-    chosen = ("model_shape", "servers", "max_running", "length_scale", "count_scale")
-    settings = {name: getattr(args, name) for name in chosen} | {"device": args.device.type}
+    settings = {name: getattr(args, name) for name in (*SETTINGS, "servers")}
+    settings |= {"seed": SEED, "device": args.device.type}
     facts = {load.name: load.facts() for load in loads}
     meta = provenance.collect("eval.bench_routing", argv, settings=settings, loads=facts)
-    rows: list[dict] = []
-    turns = list(in_turn(args.backends, args.alternations))
-    wanted = len(turns) * len(args.policies) * len(loads) * len(args.rates)
     with tempfile.TemporaryDirectory(prefix="bench-routing-") as name:
-        folder, words = Path(name), SHAPES[args.model_shape]["vocab_size"]
+        folder = Path(name)
         model = write_word_model(folder / "model", args.model_shape)
-        for turn, backend in turns:
+
+        def serve_all(turn: int, backend: str, _) -> Iterator[dict]:
             runs = [Run(backend, turn, *pair) for pair in product(loads, args.rates)]
-            try:
-                for row in _serve(args, runs, model, words, folder / f"{turn}-{backend}"):
-                    rows.append(row)
-                    provenance.save(args.json, meta, rows)
-            except ServerError as error:
-                print(f"{backend} stopped: {error}", file=sys.stderr, flush=True)
-    if missing := wanted - len(rows):
-        print(f"{missing} of {wanted} runs failed or were left out", file=sys.stderr)
-    return int(missing > 0)
+            return _serve(args, runs, model, folder / f"{turn}-{folder_name(backend)}")
+
+        wanted = len(args.policies) * len(loads) * len(args.rates)
+        return save_in_turn(args, meta, wanted, serve_all)
 
 
-def _serve(args, runs: list[Run], model: Path, words: int, folder: Path) -> Iterator[dict]:
+def _serve(args, runs: list[Run], model: Path, folder: Path) -> Iterator[dict]:
     """Yield rows of runs of one backend under every policy. Raises ServerError."""
+    words = SHAPES[args.model_shape]["vocab_size"]
     with ExitStack() as stack:
         servers = [
             stack.enter_context(_server(args, runs[0].backend, model, folder / str(number), number))
@@ -74,7 +66,7 @@ def _serve(args, runs: list[Run], model: Path, words: int, folder: Path) -> Iter
         for server in servers:
             server.wait_until_healthy()
         for policy in args.policies:
-            client = Client(model, words, folder / f"runs-{policy}", _SEED)
+            client = Client(model, words, folder / f"runs-{policy}", SEED)
             with RouterProcess(servers, policy, log=folder / f"{policy}.log") as router:
                 router.wait_until_healthy()
                 yield from _route(runs, policy, router, client)
@@ -109,15 +101,9 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[Load]]:
     policies = f"of SGLang's router: {', '.join(POLICIES)}"
     parser.add_argument("--policies", type=names, default="cache_aware,round_robin", help=policies)
     parser.add_argument("--servers", type=count, help=f"all GPUs, on a CPU {_ON_CPU}")
-    parser.add_argument(
-        "--loads", type=names, default="gsp,fewshot,grpo16",
-        help=f"{', '.join(catalogue.NAMES)} or {catalogue.SPELLING}",
-    )  # fmt: skip
+    add_load_arguments(parser, "gsp,fewshot,grpo16")
     says = "inf, requests/s; offline: all at once, answers not streamed"
     parser.add_argument("--rates", type=several(rates.parse), default="offline", help=says)
-    parser.add_argument("--max-running", type=count, default=256, help="requests of a server")
-    parser.add_argument("--length-scale", type=amount, default=1.0, help="of prompts and outputs")
-    parser.add_argument("--count-scale", type=amount, default=1.0, help="of requests or groups")
     args = parser.parse_args(argv)
     if args.servers is None:
         args.servers = _ON_CPU if args.device.type == "cpu" else torch.cuda.device_count()
@@ -128,14 +114,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[Load]]:
         parser.error("SGLang's router is missing: pip install sglang-router")
     if shares := [rate.label for rate in args.rates if rate.share is not None]:
         parser.error(f"argument --rates: {shares[0]} is a share of what no run here says")
-    choice = catalogue.Choice(
-        seed=_SEED, longest=SHAPES[args.model_shape]["max_position_embeddings"] - 8,
-        scale=Scale(args.length_scale, args.count_scale), azure=None, mooncake=None,
-    )  # fmt: skip
-    try:
-        return args, [catalogue.build(name, choice) for name in args.loads]
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
+    return args, loads_of(parser, args)
 
 
 if __name__ == "__main__":

@@ -11,57 +11,45 @@ import argparse
 import shlex
 import sys
 import tempfile
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
 from eval import provenance
 from eval.bench_serving import rates
 from eval.bench_serving.client import Client, lacks_datasets
-from eval.bench_serving.runs import Run, measure
-from eval.cli_values import amount, benchmark, names, several
-from eval.dummy_engine import in_turn
+from eval.bench_serving.load_arguments import SEED, SETTINGS, add_load_arguments, loads_of
+from eval.bench_serving.runs import Run, measure, save_in_turn
+from eval.cli_values import benchmark, several
 from eval.engine_process import end_on_sigterm
 from eval.model_shapes import SHAPES
-from eval.server_process import ServerError, random_server
+from eval.server_process import random_server
 from eval.word_tokenizer import write_word_model
-from eval.workloads import catalogue
-from eval.workloads.load import Load, Scale
-from sgl_prefix_attn.tools.argument_types import count
-
-_SEED = 1
-_RUNNING = "requests of a step; behind a prompt in chunks SGLang admits one less"
+from eval.workloads.load import Load
 
 
 def main(argv: list[str]) -> int:
     args, loads = _parse(argv)
     end_on_sigterm()
-    chosen = ("model_shape", "max_running", "length_scale", "count_scale", "server_arguments")
-    settings = {name: getattr(args, name) for name in chosen} | {
-        "seed": _SEED, "device": args.device.type, "baseline": args.backends[0],
+    settings = {name: getattr(args, name) for name in (*SETTINGS, "server_arguments")} | {
+        "seed": SEED, "device": args.device.type, "baseline": args.backends[0],
     }  # fmt: skip
     facts = {load.name: load.facts() for load in loads}
     meta = provenance.collect("eval.bench_serving", argv, settings=settings, loads=facts)
-    turns = list(in_turn(args.backends, args.alternations))
-    wanted = len(turns) * len(loads) * len(args.rates)
-    rows: list[dict] = []
-    print(f"{wanted} runs", flush=True)
+    of_each = len(loads) * len(args.rates)
+    print(f"{len(args.backends) * args.alternations * of_each} runs", flush=True)
     if lacks_datasets():
         print("the package `datasets` is missing: SGLang's client gets a stand-in, MMMU is unused")
     with tempfile.TemporaryDirectory(prefix="bench-serving-") as name:
         folder, words = Path(name), SHAPES[args.model_shape]["vocab_size"]
         model = write_word_model(folder / "model", args.model_shape)
-        client = Client(model, words, folder / "runs", _SEED)
-        for turn, backend in turns:
+        client = Client(model, words, folder / "runs", SEED)
+
+        def serve(turn: int, backend: str, rows: list[dict]) -> Iterator[dict]:
             runs = [Run(backend, turn, load, rate) for load, rate in product(loads, args.rates)]
-            try:
-                for row in _serve(args, runs, rows, client, folder / f"servers-{turn}"):
-                    rows.append(row)
-                    provenance.save(args.json, meta, rows)
-            except ServerError as error:
-                print(f"{backend} stopped: {error}", file=sys.stderr, flush=True)
-    if missing := wanted - len(rows):
-        print(f"{missing} of {wanted} runs failed or were left out", file=sys.stderr)
-    return int(missing > 0)
+            return _serve(args, runs, rows, client, folder / f"servers-{turn}")
+
+        return save_in_turn(args, meta, of_each, serve)
 
 
 def _serve(args, runs: list[Run], rows: list[dict], client: Client, folder: Path):
@@ -78,31 +66,18 @@ def _serve(args, runs: list[Run], rows: list[dict], client: Client, folder: Path
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[Load]]:
     parser = benchmark("eval.bench_serving", __doc__, SHAPES, "default,flashinfer,prefix", 1)
-    parser.add_argument(
-        "--loads", type=names, default="gsp,unshared",
-        help=f"{', '.join(catalogue.NAMES)} or {catalogue.SPELLING}",
-    )  # fmt: skip
+    add_load_arguments(parser, "gsp,unshared")
     says = "inf, requests/s, or such as 70%%; offline: all at once, answers not streamed"
     parser.add_argument("--rates", type=several(rates.parse), default="inf", help=says)
-    parser.add_argument("--azure-trace", type=Path, metavar="CSV", help="lengths of conversation")
-    parser.add_argument("--mooncake-trace", type=Path, metavar="JSONL", help="the load mooncake")
-    parser.add_argument("--length-scale", type=amount, default=1.0, help="of prompts and outputs")
-    parser.add_argument("--count-scale", type=amount, default=1.0, help="of requests or groups")
-    parser.add_argument("--max-running", type=count, default=256, help=_RUNNING)
     parser.add_argument(
         "--server-arguments", type=shlex.split, default="", help="others of sglang.launch_server"
     )
     args = parser.parse_args(argv)
-    choice = catalogue.Choice(
-        seed=_SEED, longest=SHAPES[args.model_shape]["max_position_embeddings"] - 8,
-        scale=Scale(args.length_scale, args.count_scale), azure=args.azure_trace,
-        mooncake=args.mooncake_trace,
-    )  # fmt: skip
     try:
         args.rates = rates.in_order(args.rates)
-        return args, [catalogue.build(name, choice) for name in args.loads]
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         parser.error(str(error))
+    return args, loads_of(parser, args)
 
 
 if __name__ == "__main__":

@@ -3,21 +3,47 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 
+from eval import provenance
 from eval.bench_serving import rates, serving_row
 from eval.bench_serving.client import Client, ClientError
 from eval.bench_serving.rates import Rate
 from eval.counters import growth
+from eval.dummy_engine import in_turn
 from eval.engine_process import folder_name
-from eval.server_process import ServerProcess, fetch
+from eval.server_process import ServerError, ServerProcess, fetch
 from eval.workloads.load import Load, prompts
 
 # Of a warm-up: at most so many requests and, but for the first, prompt tokens; tokens generated.
 _REQUESTS, _PROMPT_TOKENS, _NEW_TOKENS = 32, 65536, 16
+
+
+def save_in_turn(
+    args, meta: dict, wanted: int, serve: Callable[[int, str, list[dict]], Iterator[dict]]
+) -> int:
+    """Serve with each backend in turn, save all rows whenever one comes, and return the exit
+    status: 1 where fewer came than are wanted of each.
+
+    args   backends, alternations, and json, the result file
+    serve  yields the rows of a turn's number and backend, given those before; may raise ServerError
+    """
+    rows: list[dict] = []
+    turns = list(in_turn(args.backends, args.alternations))
+    for turn, backend in turns:
+        try:
+            for row in serve(turn, backend, rows):
+                rows.append(row)
+                provenance.save(args.json, meta, rows)
+        except ServerError as error:
+            print(f"{backend} stopped: {error}", file=sys.stderr, flush=True)
+    if missing := len(turns) * wanted - len(rows):
+        print(f"{missing} of {len(turns) * wanted} runs failed or were left out", file=sys.stderr)
+    return int(missing > 0)
 
 
 @dataclass(frozen=True)
