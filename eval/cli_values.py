@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -79,6 +79,18 @@ def names(text: str) -> list[str]:
     if len(set(found)) < len(found):
         raise ArgumentTypeError("names one twice")
     return found
+
+
+def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
+    """Make a parser of known names separated by commas, each once."""
+
+    def parse(text: str) -> list[str]:
+        found = names(text)
+        if unknown := sorted(set(found) - set(known)):
+            raise ArgumentTypeError(f"{unknown[0]!r}, known are {', '.join(known)}")
+        return found
+
+    return parse
 
 
 def less_more(text: str) -> list[int]:

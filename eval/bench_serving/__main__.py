@@ -20,7 +20,7 @@ from eval.bench_serving import rates
 from eval.bench_serving.client import Client, lacks_datasets
 from eval.bench_serving.load_arguments import SEED, SETTINGS, add_load_arguments, loads_of
 from eval.bench_serving.runs import Run, measure, save_in_turn
-from eval.cli_values import benchmark, several
+from eval.cli_values import benchmark
 from eval.engine_process import end_on_sigterm
 from eval.model_shapes import SHAPES
 from eval.server_process import random_server
@@ -36,8 +36,6 @@ def main(argv: list[str]) -> int:
     }  # fmt: skip
     facts = {load.name: load.facts() for load in loads}
     meta = provenance.collect("eval.bench_serving", argv, settings=settings, loads=facts)
-    of_each = len(loads) * len(args.rates)
-    print(f"{len(args.backends) * args.alternations * of_each} runs", flush=True)
     if lacks_datasets():
         print("the package `datasets` is missing: SGLang's client gets a stand-in, MMMU is unused")
     with tempfile.TemporaryDirectory(prefix="bench-serving-") as name:
@@ -49,7 +47,7 @@ def main(argv: list[str]) -> int:
             runs = [Run(backend, turn, load, rate) for load, rate in product(loads, args.rates)]
             return _serve(args, runs, rows, client, folder / f"servers-{turn}")
 
-        return save_in_turn(args, meta, of_each, serve)
+        return save_in_turn(args, meta, len(loads) * len(args.rates), serve)
 
 
 def _serve(args, runs: list[Run], rows: list[dict], client: Client, folder: Path):
@@ -68,7 +66,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[Load]]:
     parser = benchmark("eval.bench_serving", __doc__, SHAPES, "default,flashinfer,prefix", 1)
     add_load_arguments(parser, "gsp,unshared")
     says = "inf, requests/s, or such as 70%%; offline: all at once, answers not streamed"
-    parser.add_argument("--rates", type=several(rates.parse), default="inf", help=says)
+    parser.add_argument("--rates", type=rates.parse_all, default="inf", help=says)
     parser.add_argument(
         "--server-arguments", type=shlex.split, default="", help="others of sglang.launch_server"
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from eval.cli_values import amount
+from eval.cli_values import amount, names
 
 ALL_AT_ONCE, OFFLINE = "inf", "offline"
 
@@ -40,11 +40,13 @@ def parse(text: str) -> Rate:
     return Rate(text, per_s=amount(text))
 
 
+def parse_all(text: str) -> list[Rate]:
+    """Parse rates separated by commas, each once."""
+    return [parse(part) for part in names(text)]
+
+
 def in_order(rates: list[Rate]) -> list[Rate]:
-    """Put the run that the shares are of first. Raises ValueError if it is missing, or if a rate
-    comes twice."""
-    if len({rate.label for rate in rates}) < len(rates):
-        raise ValueError("argument --rates: names one twice")
+    """Put the run that the shares are of first. Raises ValueError if it is missing."""
     shares = [rate.label for rate in rates if rate.share is not None]
     if shares and ALL_AT_ONCE not in [rate.label for rate in rates]:
         raise ValueError(

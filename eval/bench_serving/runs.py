@@ -34,6 +34,8 @@ def save_in_turn(
     """
     rows: list[dict] = []
     turns = list(in_turn(args.backends, args.alternations))
+    runs = len(turns) * wanted
+    print(f"{runs} runs", flush=True)
     for turn, backend in turns:
         try:
             for row in serve(turn, backend, rows):
@@ -41,8 +43,8 @@ def save_in_turn(
                 provenance.save(args.json, meta, rows)
         except ServerError as error:
             print(f"{backend} stopped: {error}", file=sys.stderr, flush=True)
-    if missing := len(turns) * wanted - len(rows):
-        print(f"{missing} of {len(turns) * wanted} runs failed or were left out", file=sys.stderr)
+    if missing := runs - len(rows):
+        print(f"{missing} of {runs} runs failed or were left out", file=sys.stderr)
     return int(missing > 0)
 
 

@@ -63,6 +63,7 @@ def test_a_server_that_dies_is_told(packages, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--policies", "fair"], "argument --policies: 'fair', known are cache_aware"),
+        (["--rates", "inf,inf"], "argument --rates: names one twice"),
         (["--rates", "inf,70%"], "argument --rates: 70% is a share"),
         (["--loads", "gps"], "load 'gps': known are"),
     ],
