@@ -23,10 +23,11 @@ queries a tile the key has one bit a query, otherwise it is a range of tile rows
 whether queries are requests or tokens of one request: a column that tokens 3 and later of a chain
 see is the range from 3 on.
 
-Growth: s steps after the plan was made (H_STEPS), the item that ends a tile has
-ceil(s * I_GROWING / BLOCK) more blocks, all masked. The token that a request of the tile appends in
-step s is in column (s - 1) * I_GROWING + G_INDEX of them, so that a captured graph serves every
-step, and an append that runs twice writes the same entries twice.
+Growth: s steps after the plan was made (H_STEPS), an item has ceil(s * I_GROWING / BLOCK) more
+blocks, all masked. The requests of a tile grow in several of its parts, so that these stay equally
+long. The token that a request appends in step s is in column (s - 1) * I_GROWING + G_INDEX of its
+part's, so that a captured graph serves every step, and an append that runs twice writes the same
+entries twice.
 
 Aligned plans (H_PART_TOKENS, plan/aligned.py) grow otherwise, because a token's column follows from
 its position. Step s is column s - 1 + G_INDEX of the blocks that G_ORDER begins a list of: the last
@@ -78,7 +79,7 @@ VERSION = 1002
 # --- ITEM (item i at HEADER_WORDS + i * item_words(group_size, tile_rows)) -----------------------
 I_BLOCKS = 0  # blocks that the plan gives it
 I_ROWS = 1  # rows that are in use: queries * group_size
-I_GROWING = 2  # requests of the tile that grow here, 0 for all but the last part of a tile
+I_GROWING = 2  # requests of the tile that grow in this part of it
 I_REST = 3  # block number of its block PRE
 I_FLAGS = 4  # word offset of its FLAGS
 I_PART = 5  # this item is part j ...
@@ -130,8 +131,8 @@ S_KEY = 5
 SEGMENT_WORDS = 6
 
 # --- GROWTH -------------------------------------------------------------------------------------
-G_ORDER = 0  # ORDER word of the tile's first growth block
-G_INDEX = 1  # which of the tile's growing requests it is ...
+G_ORDER = 0  # ORDER word of the first growth block of its part
+G_INDEX = 1  # which of the requests that grow in that part it is ...
 G_GROWING = 2  # ... of how many (I_GROWING)
 G_KEY = 3  # key of its columns
 G_LEN = 4  # its KV tokens when the plan was made: its step is seq_len - G_LEN

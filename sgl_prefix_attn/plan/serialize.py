@@ -87,7 +87,8 @@ def serialize(forest: Forest, cut: Cut, group_size: int, headroom: int, tile_row
     parts as blocks.
 
     Unmasked and masked blocks of a part take turns, each spread evenly over it: products and the
-    loads of private KV then overlap within an item.
+    loads of private KV then overlap within an item. Parts share a tile's growth: were it all in
+    one, the others would wait for that one, longer with every step.
     """
     tiles = cut.tiles
     found = _serialize(
@@ -137,6 +138,20 @@ def _merged_by_query(query, edge, parts, parts_of, split_off):
 
 
 @cached_njit
+def _growths(queries, parts, headroom):
+    """Return of a tile's parts the queries [edge[j], edge[j + 1]) that grow in part j and the
+    blocks that they need. As many parts grow as there are blocks to grow into, and those that come
+    first: they have the fewest planned blocks."""
+    growing = min(parts, queries, max(1, -(-queries * headroom // W.BLOCK)))
+    edge, blocks = np.full(parts + 1, queries, np.int64), np.zeros(parts, np.int64)
+    for part in range(growing):
+        edge[part] = part * queries // growing
+        end = (part + 1) * queries // growing
+        blocks[part] = -(-(end - edge[part]) * headroom // W.BLOCK)
+    return edge, blocks
+
+
+@cached_njit
 def _serialize(
     request, query, edge, offset, run, blocks, parts, costs, split_off, seq_lens, item_words, group,
     headroom, tile_rows,
@@ -155,7 +170,7 @@ def _serialize(
         count = blocks[t, B_UNMASKED] + blocks[t, B_MASKED]
         num_items += parts[t]
         flag_words += count // W.FLAGS_PER_WORD + 2 * parts[t]
-        order_words += count + -(-(edge[t + 1] - edge[t]) * headroom // W.BLOCK)
+        order_words += count + _growths(edge[t + 1] - edge[t], parts[t], headroom)[1].sum()
         num_segments += 2 * (offset[t + 1] - offset[t]) + 2
     flags = W.HEADER_WORDS + num_items * item_words
     order = flags + flag_words
@@ -175,8 +190,9 @@ def _serialize(
     for t in np.argsort(-costs / parts, kind="mergesort"):  # heaviest items first
         queries = edge[t + 1] - edge[t]
         unmasked, masked = blocks[t, B_UNMASKED], blocks[t, B_MASKED]
-        grows = t >= split_off
-        growth = -(-queries * headroom // W.BLOCK) if grows else 0
+        growing = queries if t >= split_off else 0
+        growing_edge, growth = _growths(growing, parts[t], headroom)
+        grown = 0
         total = unmasked + masked
         sides = sides_of(blocks[t], queries * group > W.HALF_ROWS)
         sequence = masked_sequence(sides)
@@ -185,11 +201,10 @@ def _serialize(
             w = W.HEADER_WORDS + item * item_words
             end = (part + 1) * total // parts[t]
             end_unmasked = end * unmasked // total
-            last = part == parts[t] - 1
             count = end - taken
             words[w + W.I_BLOCKS] = count
             words[w + W.I_ROWS] = queries * group
-            words[w + W.I_GROWING] = queries if last and grows else 0
+            words[w + W.I_GROWING] = growing_edge[part + 1] - growing_edge[part]
             words[w + W.I_REST] = rest
             words[w + W.I_FLAGS] = flags
             words[w + W.I_PART] = part
@@ -207,11 +222,18 @@ def _serialize(
                 words, order, flags, item, rest, unmasked, sides, sequence,
                 taken_unmasked, end_unmasked, taken_masked, end - end_unmasked,
             )  # fmt: skip
-            if last:
-                for i in range(growth):
-                    words[order + total + i] = block_at(item, rest, count + i)
+            for i in range(growing_edge[part], growing_edge[part + 1]):
+                g = growths + request[edge[t] + i] * W.GROWTH_WORDS
+                words[g + W.G_ORDER] = order + total + grown
+                words[g + W.G_INDEX] = i - growing_edge[part]
+                words[g + W.G_GROWING] = words[w + W.I_GROWING]
+                words[g + W.G_KEY] = make_key(i, i + 1, group, tile_rows)
+                words[g + W.G_LEN] = seq_lens[request[edge[t] + i]]
+            for i in range(growth[part]):
+                words[order + total + grown + i] = block_at(item, rest, count + i)
+            grown += growth[part]
             flags += -(-count // W.FLAGS_PER_WORD)
-            rest += max(0, count + (growth if last else 0) - W.PRE)
+            rest += max(0, count + growth[part] - W.PRE)
             taken, taken_unmasked = end, end_unmasked
             item += 1
         if parts[t] > 1 and not by_query[t]:
@@ -250,19 +272,11 @@ def _serialize(
                 words, segment, order + unmasked, used, W.NONE, 0, masked * W.BLOCK - used, 0
             )
             segment += W.SEGMENT_WORDS
-        if growth:
-            write_segment(words, segment, order + total, 0, W.NONE, 0, growth * W.BLOCK, 0)
+        if grown:
+            write_segment(words, segment, order + total, 0, W.NONE, 0, grown * W.BLOCK, 0)
             segment += W.SEGMENT_WORDS
-            longest = max(longest, growth * W.BLOCK)
-        for i in range(queries if grows else 0):
-            row = request[edge[t] + i]
-            g = growths + row * W.GROWTH_WORDS
-            words[g + W.G_ORDER] = order + total
-            words[g + W.G_INDEX] = i
-            words[g + W.G_GROWING] = queries
-            words[g + W.G_KEY] = make_key(i, i + 1, group, tile_rows)
-            words[g + W.G_LEN] = seq_lens[row]
-        order += total + growth
+            longest = max(longest, grown * W.BLOCK)
+        order += total + grown
     words[W.H_NUM_SEGMENTS] = (segment - segments) // W.SEGMENT_WORDS
     return words[:segment].copy(), rest + W.LOOKAHEAD, num_partials, num_places, longest
 

@@ -192,8 +192,9 @@ def tile_views(
             for segment in segments[here]
             if segment[W.S_REQUEST] != W.NONE
         )
-        yield TileView(_once(requests), runs, parts, split_off=not of_tile[-1, W.I_GROWING])
-        order = end + -(-of_tile[-1, W.I_GROWING] * int(words[W.H_HEADROOM]) // W.BLOCK)
+        growing = of_tile[:, W.I_GROWING]
+        yield TileView(_once(requests), runs, parts, split_off=not growing.any())
+        order = end + int((-(-growing * words[W.H_HEADROOM] // W.BLOCK)).sum())
 
 
 def _once(requests: Iterable[int]) -> tuple[int, ...]:

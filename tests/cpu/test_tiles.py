@@ -230,6 +230,23 @@ def test_every_block_is_written_once(paths, heads):
         assert plan.num_items == cut.parts.sum()
 
 
+@given(path_tables(max_batch=40, lengths=(1, 63, 4097)), st.sampled_from(HEADS))
+@examples(30)
+def test_parts_of_a_tile_stay_equally_long_while_it_grows(paths, heads):
+    """The slowest one sets the pace: after any number of steps none has more blocks than an even
+    share of them all, one for what does not divide and one that growth has begun."""
+    headroom, forest = W.BLOCK, build_forest(paths)
+    made = planner(heads, headroom)
+    steps = np.arange(headroom + 1)[:, None]
+    for cut in made.cuts(forest):
+        items = made.serialize(forest, cut).items
+        blocks = items[:, W.I_BLOCKS] + -(-steps * items[:, W.I_GROWING] // W.BLOCK)
+        starts = np.flatnonzero(items[:, W.I_PART] == 0)
+        for of_tile in np.split(blocks, starts[1:], axis=1):
+            parts = of_tile.shape[1]
+            assert (of_tile.max(1) <= of_tile.sum(1) // parts + 2).all()
+
+
 @given(path_tables(max_batch=40), st.sampled_from(HEADS))
 @examples(30)
 def test_runs_that_go_on_for_the_same_queries_are_one(paths, heads):
