@@ -88,7 +88,7 @@ def _parse(argv: list[str]):
         help="fasttree, pat, prefix:hopper and prefix:portable, too; the portable kernel by "
         f"another strategy, prefix:STRATEGY of {', '.join(STRATEGIES)}, or with no node split off, "
         f"prefix:merged; plans by another cut, prefix:CUT of {', '.join(CUTS)}; for deterministic "
-        "inference, prefix:invariant and fa3:one_split",
+        "inference, prefix:invariant and fa3:one_split; a plan that has grown, prefix:grown",
     )
     parser.add_argument(
         "--kv-dtype", type=several(_kv_dtype), default="bf16", help="bf16, fp8_e4m3, or both"

@@ -16,6 +16,7 @@ from eval.bench_kernel.providers.provider import Runnable
 from eval.bench_kernel.turns import Candidate, Entry
 from sgl_prefix_attn.engine.determinism import PART_TOKENS
 from sgl_prefix_attn.execute import row_sums
+from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.records import HeadConfig
 from sgl_prefix_attn.tools.calibrate.stock_decode import tensor_cores
 from tests.eval.kernel_settings import CPU, H100, HEADS, setting_of
@@ -322,6 +323,20 @@ def test_the_deterministic_mode_is_judged_as_every_provider(monkeypatch):
     assert invariant.prepare(case).planner.part_tokens == 128
     monkeypatch.setattr(row_sums, "merged", lambda parts: parts[0])
     (row,) = compare(setting, [invariant], H100)
+    assert row["status"].startswith("wrong: first run")
+
+
+def test_a_grown_plan_is_judged_as_every_provider(monkeypatch):
+    monkeypatch.setattr(case_module, "_POOL_BYTES", 0)
+    monkeypatch.setattr(turns, "_PLANS", 1)
+    grown, default = make_providers(["prefix:grown", "prefix"])
+    rows = list(compare(setting_of("1,2,6_90,70,50"), [grown, default], H100))
+    assert [row["status"] for row in rows] == ["ok", "ok"]
+    assert rows[1]["kv_tokens_read"] - rows[0]["kv_tokens_read"] == 6 * providers.HALFWAY
+    (row,) = compare(setting_of("1,2,6_90,70,32"), [grown], H100)
+    assert "has not grown by 32 tokens" in row["status"]
+    monkeypatch.setattr(PlanExecutor, "append", lambda *_: None)
+    (row,) = compare(setting_of("1,2,6_90,70,50"), [grown], H100)
     assert row["status"].startswith("wrong: first run")
 
 

@@ -15,6 +15,7 @@ from eval.bench_kernel.providers.provider import Provider, pick
 from sgl_prefix_attn.engine.determinism import PART_TOKENS
 from sgl_prefix_attn.execute.backends.family import HOPPER, PORTABLE
 
+HALFWAY = 32  # steps, of the 64 that a server's plan lasts
 STRATEGIES = ("pat", "naive", "query", "compute")  # of this library's planner, for ablations
 
 
@@ -26,7 +27,8 @@ def make_providers(
     `prefix` runs what a server would, `prefix:KERNELS` one family of kernels, `prefix:STRATEGY` the
     portable kernel by another strategy, `prefix:merged` with no node split off, `prefix:CUT` a plan
     that the planner would not choose, `prefix:invariant` the aligned one of a deterministic server,
-    beside which `fa3:one_split` is what SGLang runs.
+    beside which `fa3:one_split` is what SGLang runs, and `prefix:grown` a plan that has grown since
+    half as many steps ago as it lasts.
     """
     prefix = {
         **{name: {"kernels": name} for name in (HOPPER, PORTABLE)},
@@ -34,6 +36,7 @@ def make_providers(
         "merged": {"kernels": PORTABLE, "choose": merged},
         **{name: {"choose": cut} for name, cut in CUTS.items()},
         "invariant": {"part_tokens": PART_TOKENS},
+        "grown": {"grown": HALFWAY},
     }
     one_split = partial(flash_attention3, num_splits=1)
     known = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,12 +26,14 @@ from sgl_prefix_attn.records import CALIBRATED, Forest
 
 class PlannedRunnable:
     """A Runnable of the kernels and the plan that a server with the plugin would choose, but for
-    the options. Raises ValueError where a family of kernels cannot run.
+    the options. Raises ValueError where a family of kernels cannot run, Unsupported for a step that
+    no plan has grown to.
 
     kernels, strategy  as of a server's settings
     part_tokens        of aligned plans, else 0
     choose             returns the cut of a forest to plan by, which stays; None: the planner does
     change             makes of each plan the one that runs
+    grown              steps that were before this one since the plan was made
 
     stats, facts: of the first plan
     """
@@ -38,7 +41,7 @@ class PlannedRunnable:
     def __init__(
         self, case: Case, kernels: str = AUTO, strategy: str = CALIBRATED, part_tokens: int = 0,
         choose: Callable[[Planner, Forest], Cut] | None = None,
-        change: Callable[[Plan], Plan] = lambda plan: plan,
+        change: Callable[[Plan], Plan] = lambda plan: plan, grown: int = 0,
     ):  # fmt: skip
         why_not = why_no_hopper(case.device, case.heads, case.dtype, case.kv_dtype)
         self.family = choose_family(kernels, strategy, why_not).name
@@ -46,7 +49,7 @@ class PlannedRunnable:
             self.family, case.heads, case.dtype, case.device, case.page_size, strategy,
             case.kv_dtype, part_tokens,
         )  # fmt: skip
-        forest = build_forest(case.paths, case.query_lens)
+        forest = _steps_ago(build_forest(case.paths, case.query_lens), grown)
         self._make = partial(self.planner.plan_forest, forest)
         if choose is not None:
             self._make = partial(self.planner.serialize, forest, choose(self.planner, forest))
@@ -61,19 +64,36 @@ class PlannedRunnable:
             "tiles": plan.stats.num_tiles,
             "family": self.family,
         }
-        self._case, self._outs = case, case.new_out()
+        self._case, self._outs, self._grown = case, case.new_out(), grown
         self._executor = PlanExecutor(backend, Capacity.for_plans(plan))
         self._rows = torch.arange(plan.batch_size, device=case.device)
-        self._executor.load(plan, case.req_to_token, self._rows)
+        self._load(plan)
 
     def plan(self) -> None:
-        self._executor.load(self._change(self._make()), self._case.req_to_token, self._rows)
+        self._load(self._change(self._make()))
 
     def run(self, layer: int) -> torch.Tensor:
         case, out = self._case, self._outs[layer]
         k, v = case.k[layer], case.v[layer]
         self._executor.run(LayerParams(case.q, k, v, out, None, case.sm_scale, 0.0))
         return out
+
+    def _load(self, plan: Plan) -> None:
+        case = self._case
+        self._executor.load(plan, case.req_to_token, self._rows)
+        for left in reversed(range(self._grown)):
+            seq_lens = case.seq_lens - left
+            newest = case.req_to_token.gather(1, seq_lens.long()[:, None] - 1)
+            self._executor.append(seq_lens, newest[:, 0])
+
+
+def _steps_ago(forest: Forest, steps: int) -> Forest:
+    """Return what the forest of a decode step was some steps before. Raises Unsupported where a
+    request had no token of its own then."""
+    before = replace(forest, seq_lens=forest.seq_lens - steps)
+    if steps and (before.seq_lens <= before.tail_start).any():
+        raise Unsupported(f"a request has not grown by {steps} tokens")
+    return before
 
 
 class Server(Provider):
