@@ -24,6 +24,7 @@ HEADS = (
 )  # fmt: skip
 E4M3 = ("kernel_h100_e4m3", "kernel_h100_e4m3_heads", "kernel_h200_e4m3")
 INVARIANT = ("invariant_h100", "invariant_h200")
+LATENT = ("latent_h100", "latent_h200")
 LONG = ("kernel_h100_long", "kernel_h200_long")
 MULTI_TOKEN = ("multi_token_h100", "multi_token_h200")
 # Files of ablations -> batches, and each of them with what it changes; the rest are on unshared
@@ -131,19 +132,19 @@ def narrow_kv():
 def latent() -> str:
     """Microseconds over latent KV by tree and query heads of a rank, and the time of SGLang's
     fastest kernel over ours."""
-    name = "latent_h100"
-    by: dict[str, dict[str, dict[str, dict]]] = {}
-    for (heads, *_), trees in over_floor.group(rows(name)).items():
-        for tree, found in trees.items():
-            by.setdefault(tree, {})[heads.partition("/")[0]] = found
+    by: dict[tuple[str, str], dict[str, dict[str, dict]]] = {}
+    for name in LATENT:
+        for (heads, *_), trees in over_floor.group(rows(name)).items():
+            for tree, found in trees.items():
+                by.setdefault((tree, gpu_of(name)), {})[heads.partition("/")[0]] = found
     columns = sorted(next(iter(by.values())), key=int)
     lines = [
-        (f"`{tree}`", *(cell for heads in columns for cell in _against_peer(found[heads])))
-        for tree, found in by.items()
+        (f"`{tree}`", gpu, *(cell for heads in columns for cell in _against_peer(found[heads])))
+        for (tree, gpu), found in by.items()
     ]
     titles = [f"{heads} heads: {what}" for heads in columns
               for what in ("ours, us", "fastest peer", "over ours")]  # fmt: skip
-    return f"{table(('tree', *titles), lines)}\n\n{source(name)}"
+    return f"{table(('tree', 'GPU', *titles), lines)}\n\n{source(*LATENT)}"
 
 
 @page_table("kernels | over | GPU | mean of 20 trees | of a tree", *INVARIANT)

@@ -28,6 +28,7 @@ README_ROWS = (
     ("serving_h200", "agent", "160 requests below 16 tool prompts"),
     ("serving_h200", "unshared", "192 prompts with nothing in common"),
 )
+ROUTING = "routing_h200_x2"
 STARTS = ("serving_h200", "serving_loads_h100", "serving_repeated_h100")
 TITLES = {"default": "default", "flashinfer": "FlashInfer"}
 STOCK = tuple(TITLES)
@@ -91,6 +92,26 @@ def rates() -> str:
             lines.append((f"`{load}`", machine, f"{asked:.1f} ({rate})", *times))
     columns = ("load", "machine", "requests/s", "TTFT p50", "TPOT p50", "TPOT p99")
     return f"{table(columns, lines)}\n\n{source(*dict.fromkeys(files))}"
+
+
+@page_table(
+    "load | the router's policy | default | prefix | over default | cached | requests of a server",
+    ROUTING,
+)
+def routing():
+    """Two servers behind a router: output tokens/s of both, the share of their prompts' tokens that
+    was cached, and how many requests each was given."""
+    by: dict[tuple, dict[str, dict]] = {}
+    for row in rows(ROUTING):
+        by.setdefault((row["load"], row["rate"], row["policy"]), {})[row["backend"]] = row
+    for (load, rate, policy), found in by.items():
+        default, prefix = found["default"], found["prefix"]
+        title = f"`{load}`" + (", offline" if rate == OFFLINE else "")
+        tokens = [row["output_tokens_per_s"] for row in (default, prefix)]
+        cached = ", ".join(f"{row['cached_share']:.0%}" for row in (default, prefix))
+        requests = dict.fromkeys(" + ".join(map(str, x["requests"])) for x in (default, prefix))
+        yield (title, policy.replace("_", " "), *(f"{x:.0f}" for x in tokens),
+               f"{tokens[1] / tokens[0]:.2f}", cached, ", ".join(requests))  # fmt: skip
 
 
 @page_table("measured on | the first server | later ones", *STARTS)
