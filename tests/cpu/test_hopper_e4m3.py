@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sgl_prefix_attn.kernels import words as W
+from sgl_prefix_attn.kernels.hopper import e4m3_blocks
 from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.records import HeadConfig
 from tests.cpu.test_hopper_kernel import (
@@ -18,7 +19,7 @@ from tests.cpu.test_hopper_kernel import (
     plans_of,
     problem_of,
 )
-from tests.support import emulated_gluon
+from tests.support import emulated_gluon, ptx
 from tests.support.forests import path_table
 from tests.support.poison import POISONS, assert_contained, forest, poisoned
 from tests.support.problems import E4M3, assert_attention
@@ -72,7 +73,45 @@ def test_a_nan_stays_with_its_requests(name, heads):
         assert_contained(problem, bad, *attend(bad, plan))
 
 
+def terms_of(x, text):
+    """Both terms of float32 [n], with their signed zeros as zeros."""
+    outs = ptx.run_warp(text, 2, [*x.view(-1, 4).T.numpy()])
+    terms = (torch.from_numpy(out.copy()).view(torch.float8_e4m3fn).float() for out in outs)
+    return [term + 0.0 for term in terms]
+
+
+def check_terms(text):
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    x = every[every.abs() < 256]
+    x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))]  # four unlike ones
+    high = x.to(torch.float8_e4m3fn).float()
+    low = (x - high).to(torch.float8_e4m3fn).float()
+    assert all(map(torch.equal, terms_of(x, text), (high + 0.0, low + 0.0)))
+    assert all(term.isnan().all() for term in terms_of(torch.full((4,), torch.nan), text))
+
+
+def test_terms_of_every_bfloat16_in_range():
+    check_terms(e4m3_blocks.TWO_TERMS.value)
+
+
 # --- what must be found ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("x, $3, $2", "x, $2, $3"),
+        ("$1, {a, b}", "$1, {b, a}"),
+        ("w, b", "w, a"),
+        ("y, y, w", "y, y, x"),
+    ],
+)
+def test_wrong_terms_are_found(right, wrong):
+    text = e4m3_blocks.TWO_TERMS.value
+    assert text.count(right) == 1
+    with pytest.raises(AssertionError):
+        check_terms(text.replace(right, wrong))
+
 
 SCORES = {
     "queries of one term": (

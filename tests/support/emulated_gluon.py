@@ -222,6 +222,8 @@ class _Launch:
             return _grow(text, *args)
         if "shrinks" in text or text.startswith("mul.f32"):
             return args[0] * args[1]
+        if "e4m3x2" in text:
+            return _two_terms(text, *args)
         if "mul.wide" in text:
             return args[0].long() * args[1]
         assert "ld.acquire" in text, text
@@ -266,6 +268,13 @@ def _grow(text, top, b_max):
     outs = [run_warp(text, 4, [*top[w], *b_max[w]]) for w in range(4)]
     warps = torch.from_numpy(np.array(outs)).view(4, 2, 2, LANES)  # [warp, result, half, lane]
     return tuple(warps[:, i].reshape(64, 4) for i in range(2))
+
+
+def _two_terms(text, x):
+    """Four elements a thread; each register of the results holds four bytes."""
+    outs = run_warp(text, 2, [*x.float().reshape(-1, 4).T.numpy()])
+    narrow = (torch.from_numpy(out.copy()).view(torch.float8_e4m3fn) for out in outs)
+    return tuple(term.view(x.shape) for term in narrow)
 
 
 def _mma(a, b, acc, use_acc=True, is_async=True):

@@ -1,4 +1,4 @@
-"""Runs the few PTX instructions of the kernels' inline assembly, a warp at a time."""
+"""Runs the few PTX instructions of the kernels' inline assembly, all lanes at a time."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import re
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 LANES = 32
 
 
 def run_warp(text: str, outputs: int, inputs: Sequence[np.ndarray], in_place: bool = False):
-    """Run inline assembly for the 32 lanes of a warp: returns its outputs $0 on, float32 [32].
+    """Run inline assembly for the 32 lanes of a warp: returns its outputs $0 on, [32] each.
 
-    inputs    operands behind the outputs, float32 [32] each
+    inputs    operands behind the outputs, float32 [32] each; any number of lanes where it has no
+              constants and none reads another's
     in_place  the first inputs are in the outputs' registers
 
     Branches must be taken by all lanes or by none. Raises ValueError for an unknown instruction.
@@ -23,7 +25,8 @@ def run_warp(text: str, outputs: int, inputs: Sequence[np.ndarray], in_place: bo
     registers |= {f"${outputs + i}": np.float32(x) for i, x in enumerate(inputs)}
     if in_place:
         registers |= {f"${i}": registers[f"${outputs + i}"] for i in range(outputs)}
-    statements = [s.strip() for s in re.split(r"[;{}]|(?<=:)", text) if s.strip()]
+    text = re.sub(r"^\s*{(.*)}\s*$", r"\1", text, flags=re.DOTALL)
+    statements = [s.strip() for s in re.split(r";|(?<=:)", text) if s.strip()]
     at = 0
     while at < len(statements):
         statement = statements[at]
@@ -37,12 +40,14 @@ def run_warp(text: str, outputs: int, inputs: Sequence[np.ndarray], in_place: bo
                 at = statements.index(f"{branch[2]}:")
             continue
         name, operands = statement.split(None, 1)
-        to, *args = (operand.strip() for operand in operands.split(","))
+        to, *args = re.findall(r"{.*?}|[^\s,]+", operands)
         registers[to] = _result(name, [_value(registers, arg) for arg in args])
     return [registers[f"${i}"] for i in range(outputs)]
 
 
 def _value(registers: dict[str, np.ndarray], operand: str):
+    if operand.startswith("{"):
+        return [registers[part] for part in re.findall(r"\w+", operand)]
     if operand.startswith("0f"):
         return np.full(LANES, np.frombuffer(bytes.fromhex(operand[2:]), ">f4")[0], np.float32)
     if operand.startswith("0x") or operand.isdigit():
@@ -78,4 +83,22 @@ def _result(name: str, args: list) -> np.ndarray:
             return np.full(LANES, args[0].any())
         case ["shfl", "sync", "bfly", "b32"]:
             return args[0][np.arange(LANES) ^ args[1]]
+        case ["mov", "b32"]:
+            return _packed(*args[0])
+        case ["cvt", "rn", "f16x2", "f32"]:  # the first one is the upper half
+            return _packed(*(x.astype(np.float16) for x in args[::-1]))
+        case ["cvt", "rn", "satfinite", "e4m3x2", "f16x2"]:
+            most = torch.finfo(torch.float8_e4m3fn).max
+            x = torch.from_numpy(args[0].view(np.float16)).clamp(-most, most)
+            return x.to(torch.float8_e4m3fn).view(torch.uint8).numpy().view(np.uint16)
+        case ["cvt", "rn", "f16x2", "e4m3x2"]:
+            x = torch.from_numpy(args[0].view(np.uint8)).view(torch.float8_e4m3fn)
+            return x.to(torch.float16).numpy().view(np.uint32)
+        case ["sub", "f16x2"]:
+            return (args[0].view(np.float16) - args[1].view(np.float16)).view(np.uint32)
     raise ValueError(f"PTX instruction {name}")
+
+
+def _packed(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Make uint32 registers of their 16-bit halves."""
+    return np.stack((low, high), -1).view(np.uint32)[:, 0]
