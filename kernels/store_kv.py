@@ -23,8 +23,15 @@ def store_kv_kernel(
     k_width,
     v_width,
     STEP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Store a row in two programs, one for keys and one for values. Grid (rows, 2)."""
+    """Store a row in two programs, one for keys and one for values. Grid (rows, 2).
+
+    PDL: it is a programmatic dependent launch, and lets the next one begin.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     i_row = tl.program_id(0).to(tl.int64)
     i_slot = tl.load(slots_ptr + i_row).to(tl.int64)
     if tl.program_id(1) == 0:

@@ -52,7 +52,7 @@ def test_the_self_test_finds_keys_that_are_stored_wrong(factor, monkeypatch):
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_whole_vectors_are_read_and_rounded_in_pairs(dtype, arch):
     names = store_kv_kernel.arg_names
-    signature = dict.fromkeys(names, "i32") | {"STEP": "constexpr"}
+    signature = dict.fromkeys(names, "i32") | {"STEP": "constexpr", "PDL": "constexpr"}
     signature |= {"k_ptr": f"*{dtype}", "v_ptr": f"*{dtype}", "slots_ptr": "*i64"}
     signature |= {"k_cache_ptr": "*fp8e4nv", "v_cache_ptr": "*fp8e4nv"}
     signature |= {"k_scale": "fp32", "v_scale": "fp32"}
@@ -61,7 +61,10 @@ def test_whole_vectors_are_read_and_rounded_in_pairs(dtype, arch):
         for i, kind in enumerate(signature.values())
         if kind not in ("fp32", "constexpr")
     }
-    source = ASTSource(store_kv_kernel, signature, {"STEP": 1024}, aligned)
+    pdl = arch >= 90
+    source = ASTSource(store_kv_kernel, signature, {"STEP": 1024, "PDL": pdl}, aligned)
     ptx = triton.compile(source, target=GPUTarget("cuda", arch, 32)).asm["ptx"]
     assert "ld.global.v4" in ptx, "not 16 bytes of a row at a time"
     assert "div.rn.f32" in ptx and "cvt.rn.satfinite.e4m3x2" in ptx
+    assert not pdl or ptx.index("griddepcontrol.wait") < ptx.index("ld.global"), "read too early"
+    assert ("griddepcontrol" in ptx) == pdl

@@ -44,10 +44,17 @@ def launch_store(k, v, k_cache, v_cache, slots, k_scale, v_scale) -> None:
     k, v = k.flatten(1), v.flatten(1)  # views, but for heads apart
     k_width, v_width = k.shape[1], v.shape[1]
     step = min(_MOST, triton.next_power_of_2(max(k_width, v_width)))
+    pdl = k.is_cuda and _has_dependent_launches(k.device)
     store_kv_kernel[len(k), 2](
         k, v, k_cache, v_cache, slots, _rounded(k_scale, k.dtype), _rounded(v_scale, v.dtype),
         k.stride(0), v.stride(0), k_cache.stride(0), v_cache.stride(0), k_width, v_width, STEP=step,
+        PDL=pdl, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
+
+
+@lru_cache
+def _has_dependent_launches(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @lru_cache
