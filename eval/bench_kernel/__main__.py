@@ -94,6 +94,10 @@ def _parse(argv: list[str]):
         "--kv-dtype", type=several(_kv_dtype), default="bf16", help="bf16, fp8_e4m3, or both"
     )
     parser.add_argument("--page-size", type=several(count), default="1", help="such as 1,16,64")
+    parser.add_argument(
+        "--behind-products", action="store_true",
+        help="time each layer as in a model: behind a product, whose own time is taken off",
+    )  # fmt: skip
     parser.add_argument("--fasttree-path", metavar="DIR", help="checkout of FastTree-Artifact")
     parser.add_argument("--pat-path", metavar="DIR", help="built checkout of PAT")
     args = parser.parse_args(argv)
@@ -102,7 +106,15 @@ def _parse(argv: list[str]):
         providers = make_providers(names, args.fasttree_path, args.pat_path)
         pairs = [parse_heads(text.strip()) for text in args.heads.split(",")]
         settings = [
-            Setting(tree, HeadConfig(*pair, args.head_dim), page, args.device, SEED, kv_dtype)
+            Setting(
+                tree,
+                HeadConfig(*pair, args.head_dim),
+                page,
+                args.device,
+                SEED,
+                kv_dtype,
+                args.behind_products,
+            )  # fmt: skip
             for pair in pairs
             for kv_dtype in args.kv_dtype
             for page in args.page_size

@@ -8,6 +8,7 @@ from functools import cache
 
 import torch
 
+from eval.bench_kernel.behind_products import BehindProducts
 from eval.bench_kernel.case import DTYPE, Case, build_case, num_pools
 from eval.bench_kernel.floor import Rates, floor_us, kv_bytes
 from eval.bench_kernel.oracle import Oracle
@@ -15,6 +16,7 @@ from eval.bench_kernel.providers.provider import Provider, Unsupported
 from eval.bench_kernel.trees import Tree, page_problem
 from eval.bench_kernel.turns import take_turns
 from sgl_prefix_attn.records import HeadConfig
+from sgl_prefix_attn.tools.calibrate.timing import LayerTimer
 
 # KV pools of several page sizes that may be in memory at once.
 _MAX_POOL_BYTES = 40e9
@@ -25,7 +27,10 @@ _MEASURED = ("us", "us_rounds", "plan_us", "error", "error_torch", "timing")
 
 @dataclass(frozen=True)
 class Setting:
-    """What all providers of one comparison have in common."""
+    """What all providers of one comparison have in common.
+
+    behind_products  each layer's attention is timed behind products, as in a model
+    """
 
     tree: Tree
     heads: HeadConfig
@@ -33,6 +38,7 @@ class Setting:
     device: torch.device
     seed: int
     kv_dtype: torch.dtype = DTYPE
+    behind_products: bool = False
 
 
 def compare(setting: Setting, providers: list[Provider], rates: Rates) -> Iterator[dict]:
@@ -93,4 +99,5 @@ def _rows(setting: Setting, providers: list[Provider], rates: Rates) -> list[dic
         "floor_us": round(floor_us(s.tree, s.heads, rates, s.kv_dtype.itemsize), 3),
         **dict.fromkeys(_MEASURED),
     }
-    return take_turns(providers, known, case_of, s.device)
+    timer = BehindProducts if s.behind_products else LayerTimer
+    return take_turns(providers, known, case_of, s.device, timer=timer)

@@ -91,5 +91,5 @@ def text_row(rows: dict[str, dict], row: dict) -> str:
         f"{100 * row['floor_us'] / row['us']:5.1f} % of floor  plan {row['plan_us']:8.1f} us  "
         f"error {row['error']:.1e} (torch {row['error_torch']:.1e}){peer}"
         + (f"  page {row['run_page_size']}" if row["run_page_size"] else "")
-        + ("  eager" if row["timing"] == "eager" else "")
+        + ("  eager" if "eager" in (row["timing"] or "") else "")
     )

@@ -29,7 +29,9 @@ class Candidate:
               timing, "graph" (replay) or "eager" (launched one by one); what else the provider says
     """
 
-    def __init__(self, provider: Provider, case: Case, oracle: Oracle):
+    def __init__(
+        self, provider: Provider, case: Case, oracle: Oracle, timer: type[LayerTimer] = LayerTimer
+    ):
         self._oracle = oracle
         self.runnable = runnable = provider.prepare(case)
         # Providers that allocate their own output get poisoned memory from torch's allocator.
@@ -42,7 +44,7 @@ class Candidate:
         _poison(outs)
         self._judge([runnable.run(layer) for layer in range(case.num_layers)], "planned again")
         _poison(outs)
-        self._timer = LayerTimer(runnable.run, case.num_layers, case.device, provider.capturable)
+        self._timer = timer(runnable.run, case.num_layers, case.device, provider.capturable)
         self.measured |= {"timing": self._timer.kind} | runnable.facts
         self.judge_replay("captured")
 
@@ -98,6 +100,7 @@ def take_turns(
     providers: Iterable[Provider], known: Callable[[Provider], dict],
     case_of: Callable[[Provider], tuple[Case, Oracle]], device: torch.device,
     facts: Callable[[Runnable], dict] = lambda runnable: {},
+    timer: type[LayerTimer] = LayerTimer,
 ) -> list[dict]:  # fmt: skip
     """Prepare and judge all providers, time them round by round, judge what was timed. Returns
     their rows: what is `known` before the run, then the status, "ok" or "wrong", "unavailable",
@@ -109,7 +112,7 @@ def take_turns(
     """
 
     def prepare(entry: Entry) -> None:
-        entry.candidate = Candidate(entry.provider, *case_of(entry.provider))
+        entry.candidate = Candidate(entry.provider, *case_of(entry.provider), timer)
 
     def time_round(entry: Entry) -> None:
         entry.us_rounds.append(entry.candidate.us())

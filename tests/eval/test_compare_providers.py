@@ -2,12 +2,13 @@
 
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
 
+from eval.bench_kernel import behind_products, compare_providers, providers, turns
 from eval.bench_kernel import case as case_module
-from eval.bench_kernel import compare_providers, providers, turns
 from eval.bench_kernel.case import build_case
 from eval.bench_kernel.compare_providers import compare
 from eval.bench_kernel.oracle import attend
@@ -184,8 +185,8 @@ def test_providers_take_turns_in_both_orders(monkeypatch):
         return next(times)
 
     class Named(Candidate):
-        def __init__(self, provider, case, oracle):
-            super().__init__(provider, case, oracle)
+        def __init__(self, provider, *rest):
+            super().__init__(provider, *rest)
             self.name = provider.name
 
     monkeypatch.setattr(Named, "us", us)
@@ -195,6 +196,26 @@ def test_providers_take_turns_in_both_orders(monkeypatch):
     assert calls == ["a", "b", "b", "a", "a", "b"]
     assert (a["us"], a["us_rounds"]) == (7.0, [5.0, 9.0, 7.0])
     assert (b["us"], b["us_rounds"]) == (60.0, [50.0, 70.0, 60.0])
+
+
+def test_behind_products_their_own_time_is_taken_off(monkeypatch):
+    ran, us = [], iter([(10.0, 25.0), (11.0, 24.0), (10.0, 29.0)])
+    monkeypatch.setattr(behind_products, "_HIDDEN", 4)
+    monkeypatch.setattr(torch, "mm", lambda x, weights, out: ran.append("product") or out)
+    monkeypatch.setattr(behind_products, "medians_us", lambda timers: next(us))
+    setting = replace(setting_of("1,4_32,16"), behind_products=True)
+
+    def noted(provider, case, layer, run):
+        ran.append("attention")
+        return run(layer)
+
+    (row,) = compare(setting, [Changed(noted)], H100)
+    assert (row["us"], row["us_rounds"]) == (15.0, [15.0, 13.0, 19.0])
+    assert row["status"] == "ok" and row["timing"] == "eager, behind products"
+    last = ran[-ran[::-1].index("product") - 1 :]
+    assert last == ["product", "attention"], "not each layer behind one"
+    (row,) = compare(setting, [Changed(read_layer_0_in_every_layer)], H100)
+    assert row["status"].startswith("wrong")
 
 
 def fail_when_timed(provider, case, layer, run):
