@@ -8,6 +8,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from sgl_prefix_attn.execute.backends import new_kv
 from sgl_prefix_attn.execute.backends.new_kv import store_narrow
 from sgl_prefix_attn.execute.backends.torch_backend import TorchBackend
 from sgl_prefix_attn.execute.self_test import check_kernels, every_plan
@@ -47,7 +48,22 @@ def test_the_self_test_finds_keys_that_are_stored_wrong(factor, monkeypatch):
         check_kernels(backend, list(every_plan(backend))[:1], 0.0, E4M3)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("pdl", [False, True])
+def test_a_dependent_launch_is_of_a_kernel_that_waits(pdl, monkeypatch):
+    """And no other, which would read keys before they are there."""
+
+    class Noted:
+        def __getitem__(self, grid):
+            return lambda *args, **options: found.append(options)
+
+    found = []
+    monkeypatch.setattr(new_kv, "store_kv_kernel", Noted())
+    k, cache = torch.zeros(2, 1, 16), torch.zeros(4, 1, 16, dtype=E4M3)
+    new_kv.launch_store(k, k, cache, cache, torch.arange(2), 1.0, 1.0, pdl)
+    (options,) = found
+    assert options["PDL"] == options.get("launch_pdl", False) == pdl
+
+
 @pytest.mark.parametrize("arch", [89, 90, 100, 120])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_whole_vectors_are_read_and_rounded_in_pairs(dtype, arch):

@@ -31,7 +31,8 @@ def store_narrow(
     On a GPU more than 448 becomes 448, where torch makes NaN of it.
     """
     if k.is_cuda:
-        launch_store(k, v, k_cache, v_cache, slots, k_scale, v_scale)
+        pdl = _has_dependent_launches(k.device)
+        launch_store(k, v, k_cache, v_cache, slots, k_scale, v_scale, pdl)
         return
     for new, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
         narrow = (new / scale).to(cache.dtype)
@@ -39,12 +40,11 @@ def store_narrow(
         cache.view(torch.uint8)[slots[: len(new)]] = narrow.view(torch.uint8)
 
 
-def launch_store(k, v, k_cache, v_cache, slots, k_scale, v_scale) -> None:
-    """Do it on a GPU, or in Triton's interpreter."""
+def launch_store(k, v, k_cache, v_cache, slots, k_scale, v_scale, pdl: bool = False) -> None:
+    """Do it on a GPU, or in Triton's interpreter, where no launch depends on another (pdl)."""
     k, v = k.flatten(1), v.flatten(1)  # views, but for heads apart
     k_width, v_width = k.shape[1], v.shape[1]
     step = min(_MOST, triton.next_power_of_2(max(k_width, v_width)))
-    pdl = k.is_cuda and _has_dependent_launches(k.device)
     store_kv_kernel[len(k), 2](
         k, v, k_cache, v_cache, slots, _rounded(k_scale, k.dtype), _rounded(v_scale, v.dtype),
         k.stride(0), v.stride(0), k_cache.stride(0), v_cache.stride(0), k_width, v_width, STEP=step,
