@@ -27,8 +27,8 @@ def make_providers(
     `prefix` runs what a server would, `prefix:KERNELS` one family of kernels, `prefix:STRATEGY` the
     portable kernel by another strategy, `prefix:merged` with no node split off, `prefix:CUT` a plan
     that the planner would not choose, `prefix:invariant` the aligned one of a deterministic server,
-    beside which `fa3:one_split` is what SGLang runs, and `prefix:grown` a plan that has grown since
-    half as many steps ago as it lasts.
+    beside which `fa3:one_split` is what SGLang runs, and `prefix:grown` a plan that was made half
+    its life ago.
     """
     prefix = {
         **{name: {"kernels": name} for name in (HOPPER, PORTABLE)},

@@ -59,32 +59,35 @@ class PlannedRunnable:
         self.facts = {
             "num_items": plan.stats.num_items,
             "num_partials": plan.stats.num_partials,
-            "kv_tokens_read": plan.stats.kv_tokens_read,
-            "predicted_us": None if math.isnan(plan.predicted_us) else plan.predicted_us,
+            "kv_tokens_read": plan.stats.kv_tokens_read + grown * plan.batch_size,
+            "predicted_us": None if grown or math.isnan(plan.predicted_us) else plan.predicted_us,
             "tiles": plan.stats.num_tiles,
             "family": self.family,
         }
-        self._case, self._outs, self._grown = case, case.new_out(), grown
+        self._case, self._outs = case, case.new_out()
+        self._grown = self._left = grown  # steps by which the plan has to grow, and still has to
         self._executor = PlanExecutor(backend, Capacity.for_plans(plan))
         self._rows = torch.arange(plan.batch_size, device=case.device)
-        self._load(plan)
+        self._executor.load(plan, case.req_to_token, self._rows)
 
     def plan(self) -> None:
-        self._load(self._change(self._make()))
+        self._executor.load(self._change(self._make()), self._case.req_to_token, self._rows)
+        self._left = self._grown
 
     def run(self, layer: int) -> torch.Tensor:
+        while self._left:
+            self._left -= 1
+            self._grow()
         case, out = self._case, self._outs[layer]
         k, v = case.k[layer], case.v[layer]
         self._executor.run(LayerParams(case.q, k, v, out, None, case.sm_scale, 0.0))
         return out
 
-    def _load(self, plan: Plan) -> None:
-        case = self._case
-        self._executor.load(plan, case.req_to_token, self._rows)
-        for left in reversed(range(self._grown)):
-            seq_lens = case.seq_lens - left
-            newest = case.req_to_token.gather(1, seq_lens.long()[:, None] - 1)
-            self._executor.append(seq_lens, newest[:, 0])
+    def _grow(self) -> None:
+        """Append the tokens of the step that so many others are left behind."""
+        seq_lens = self._case.seq_lens - self._left
+        newest = self._case.req_to_token.gather(1, seq_lens.long()[:, None] - 1)
+        self._executor.append(seq_lens, newest[:, 0])
 
 
 def _steps_ago(forest: Forest, steps: int) -> Forest:
