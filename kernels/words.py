@@ -24,10 +24,10 @@ whether queries are requests or tokens of one request: a column that tokens 3 an
 see is the range from 3 on.
 
 Growth: s steps after the plan was made (H_STEPS), an item has ceil(s * I_GROWING / BLOCK) more
-blocks, all masked. The requests of a tile grow in several of its parts, so that these stay equally
-long. The token that a request appends in step s is in column (s - 1) * I_GROWING + G_INDEX of its
-part's, so that a captured graph serves every step, and an append that runs twice writes the same
-entries twice.
+blocks, all masked. The requests of a tile grow in several of its parts, so that these stay about
+equally long. The token that a request appends in step s is in column (s - 1) * I_GROWING + G_INDEX
+of its part's, so that a captured graph serves every step, and an append that runs twice writes the
+same entries twice.
 
 Aligned plans (H_PART_TOKENS, plan/aligned.py) grow otherwise, because a token's column follows from
 its position. Step s is column s - 1 + G_INDEX of the blocks that G_ORDER begins a list of: the last

@@ -50,7 +50,7 @@ def fill(
 def append(
     words: torch.Tensor, seq_lens: torch.Tensor, out_cache_loc: torch.Tensor, blocks: Blocks
 ) -> None:
-    """Write each request's newest slot into its tile's growth columns, and the step; idempotent.
+    """Write each request's newest slot into its growth column, and the step; idempotent.
     Rows above the plan's batch are padding and are left alone. seq_lens, out_cache_loc [>= B]."""
     plan, slots, keys = words.numpy(), blocks.slots.numpy(), blocks.keys.numpy()
     headroom, batch = int(plan[W.H_HEADROOM]), int(plan[W.H_BATCH])

@@ -138,16 +138,22 @@ def _merged_by_query(query, edge, parts, parts_of, split_off):
 
 
 @cached_njit
-def _growths(queries, parts, headroom):
+def _growths(queries, parts, total, headroom):
     """Return of a tile's parts the queries [edge[j], edge[j + 1]) that grow in part j and the
-    blocks that they need. As many parts grow as there are blocks to grow into, and those that come
-    first: they have the fewest planned blocks."""
+    blocks that they need. As many parts grow as there are blocks to grow into, at most one a query:
+    those that have the fewest of the `total` planned blocks."""
     growing = min(parts, queries, max(1, -(-queries * headroom // W.BLOCK)))
-    edge, blocks = np.full(parts + 1, queries, np.int64), np.zeros(parts, np.int64)
-    for part in range(growing):
-        edge[part] = part * queries // growing
-        end = (part + 1) * queries // growing
-        blocks[part] = -(-(end - edge[part]) * headroom // W.BLOCK)
+    ends = np.arange(1, parts + 1) * total // parts
+    planned = np.diff(ends)
+    grows = np.zeros(parts, np.bool_)
+    order = np.argsort(np.concatenate((ends[:1], planned)), kind="mergesort")
+    grows[order[:growing]] = True
+    edge, blocks = np.zeros(parts + 1, np.int64), np.zeros(parts, np.int64)
+    growing_parts = 0
+    for part in range(parts):
+        growing_parts += grows[part]
+        edge[part + 1] = growing_parts * queries // max(growing, 1)
+        blocks[part] = -(-(edge[part + 1] - edge[part]) * headroom // W.BLOCK)
     return edge, blocks
 
 
@@ -170,7 +176,7 @@ def _serialize(
         count = blocks[t, B_UNMASKED] + blocks[t, B_MASKED]
         num_items += parts[t]
         flag_words += count // W.FLAGS_PER_WORD + 2 * parts[t]
-        order_words += count + _growths(edge[t + 1] - edge[t], parts[t], headroom)[1].sum()
+        order_words += count + _growths(edge[t + 1] - edge[t], parts[t], count, headroom)[1].sum()
         num_segments += 2 * (offset[t + 1] - offset[t]) + 2
     flags = W.HEADER_WORDS + num_items * item_words
     order = flags + flag_words
@@ -191,9 +197,9 @@ def _serialize(
         queries = edge[t + 1] - edge[t]
         unmasked, masked = blocks[t, B_UNMASKED], blocks[t, B_MASKED]
         growing = queries if t >= split_off else 0
-        growing_edge, growth = _growths(growing, parts[t], headroom)
-        grown = 0
         total = unmasked + masked
+        growing_edge, growth = _growths(growing, parts[t], total, headroom)
+        grown = 0
         sides = sides_of(blocks[t], queries * group > W.HALF_ROWS)
         sequence = masked_sequence(sides)
         taken_unmasked, taken = 0, 0

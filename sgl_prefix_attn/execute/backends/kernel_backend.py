@@ -145,7 +145,7 @@ class KernelBackend:
             places = _PLACES * max_batch
         tiles = triton.cdiv(max_batch, W.queries_per_tile(self.heads.group_size, self.tile_rows))
         reads = min(tiles * max_tokens, max(_READS * max_tokens, _LEAST_READS))
-        # besides whole blocks a tile has one that is masked, one of growth and its first blocks
+        # besides whole blocks an item has one that is masked, one of growth and its first blocks
         blocks = triton.cdiv(reads + headroom * max_batch, W.BLOCK)
         blocks += (2 + W.PRE) * items + W.LOOKAHEAD
         segments = 2 * (6 * max_batch) + 2 * items
