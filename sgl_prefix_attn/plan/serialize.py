@@ -138,23 +138,24 @@ def _merged_by_query(query, edge, parts, parts_of, split_off):
 
 
 @cached_njit
-def _growths(queries, parts, total, headroom):
+def _part_ends(blocks, parts):
+    """int [parts]: where each part of a tile's planned blocks ends."""
+    return np.arange(1, parts + 1) * blocks // parts
+
+
+@cached_njit
+def _growths(queries, ends, headroom):
     """Return of a tile's parts the queries [edge[j], edge[j + 1]) that grow in part j and the
     blocks that they need. As many parts grow as there are blocks to grow into, at most one a query:
-    those that have the fewest of the `total` planned blocks."""
-    growing = min(parts, queries, max(1, -(-queries * headroom // W.BLOCK)))
-    ends = np.arange(1, parts + 1) * total // parts
-    planned = np.diff(ends)
-    grows = np.zeros(parts, np.bool_)
-    order = np.argsort(np.concatenate((ends[:1], planned)), kind="mergesort")
-    grows[order[:growing]] = True
-    edge, blocks = np.zeros(parts + 1, np.int64), np.zeros(parts, np.int64)
-    growing_parts = 0
-    for part in range(parts):
-        growing_parts += grows[part]
-        edge[part + 1] = growing_parts * queries // max(growing, 1)
-        blocks[part] = -(-(edge[part + 1] - edge[part]) * headroom // W.BLOCK)
-    return edge, blocks
+    those that have the fewest planned blocks."""
+    growing = min(ends.size, queries, max(1, -(-queries * headroom // W.BLOCK)))
+    planned = ends.copy()
+    planned[1:] -= ends[:-1]
+    grows = np.zeros(ends.size, np.int64)
+    grows[np.argsort(planned, kind="mergesort")[:growing]] = 1
+    edge = np.zeros(ends.size + 1, np.int64)
+    edge[1:] = np.cumsum(grows) * queries // max(growing, 1)
+    return edge, -(-(edge[1:] - edge[:-1]) * headroom // W.BLOCK)
 
 
 @cached_njit
@@ -176,7 +177,8 @@ def _serialize(
         count = blocks[t, B_UNMASKED] + blocks[t, B_MASKED]
         num_items += parts[t]
         flag_words += count // W.FLAGS_PER_WORD + 2 * parts[t]
-        order_words += count + _growths(edge[t + 1] - edge[t], parts[t], count, headroom)[1].sum()
+        _, growth = _growths(edge[t + 1] - edge[t], _part_ends(count, parts[t]), headroom)
+        order_words += count + growth.sum()
         num_segments += 2 * (offset[t + 1] - offset[t]) + 2
     flags = W.HEADER_WORDS + num_items * item_words
     order = flags + flag_words
@@ -198,14 +200,15 @@ def _serialize(
         unmasked, masked = blocks[t, B_UNMASKED], blocks[t, B_MASKED]
         growing = queries if t >= split_off else 0
         total = unmasked + masked
-        growing_edge, growth = _growths(growing, parts[t], total, headroom)
+        ends = _part_ends(total, parts[t])
+        growing_edge, growth = _growths(growing, ends, headroom)
         grown = 0
         sides = sides_of(blocks[t], queries * group > W.HALF_ROWS)
         sequence = masked_sequence(sides)
         taken_unmasked, taken = 0, 0
         for part in range(parts[t]):
             w = W.HEADER_WORDS + item * item_words
-            end = (part + 1) * total // parts[t]
+            end = ends[part]
             end_unmasked = end * unmasked // total
             count = end - taken
             words[w + W.I_BLOCKS] = count
@@ -229,12 +232,13 @@ def _serialize(
                 taken_unmasked, end_unmasked, taken_masked, end - end_unmasked,
             )  # fmt: skip
             for i in range(growing_edge[part], growing_edge[part + 1]):
-                g = growths + request[edge[t] + i] * W.GROWTH_WORDS
+                row = request[edge[t] + i]
+                g = growths + row * W.GROWTH_WORDS
                 words[g + W.G_ORDER] = order + total + grown
                 words[g + W.G_INDEX] = i - growing_edge[part]
                 words[g + W.G_GROWING] = words[w + W.I_GROWING]
                 words[g + W.G_KEY] = make_key(i, i + 1, group, tile_rows)
-                words[g + W.G_LEN] = seq_lens[request[edge[t] + i]]
+                words[g + W.G_LEN] = seq_lens[row]
             for i in range(growth[part]):
                 words[order + total + grown + i] = block_at(item, rest, count + i)
             grown += growth[part]
