@@ -107,19 +107,14 @@ def _parse(argv: list[str]):
         pairs = [parse_heads(text.strip()) for text in args.heads.split(",")]
         settings = [
             Setting(
-                tree,
-                HeadConfig(*pair, args.head_dim),
-                page,
-                args.device,
-                SEED,
-                kv_dtype,
+                tree, HeadConfig(*pair, args.head_dim), page, args.device, SEED, kv_dtype,
                 args.behind_products,
-            )  # fmt: skip
+            )
             for pair in pairs
             for kv_dtype in args.kv_dtype
             for page in args.page_size
             for tree in parse_trees(args.trees)
-        ]
+        ]  # fmt: skip
     except ValueError as error:
         parser.error(str(error))
     return args, settings, providers

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Container, Iterable
 from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -81,17 +82,12 @@ def kernels_of(work: Callable[[], object]) -> list[Kernel]:
 def spans(kernels: Iterable[Kernel], products: Container[str]) -> list[float]:
     """Return how long the kernels between a product and the next one took, from the first's start
     to the last's end; a product may be several kernels."""
-    found: list[float] = []
-    start = end = None
-    for kernel in [*kernels, None]:
-        if kernel is None or kernel.name in products:
-            if start is not None:
-                found.append(end - start)
-            start = end = None
-        else:
-            start = kernel.start if start is None else start
-            end = kernel.end if end is None else max(end, kernel.end)
-    return found
+    between = (
+        list(group)
+        for is_product, group in groupby(kernels, lambda kernel: kernel.name in products)
+        if not is_product
+    )
+    return [max(kernel.end for kernel in group) - group[0].start for group in between]
 
 
 @lru_cache(maxsize=1)

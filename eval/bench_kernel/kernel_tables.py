@@ -77,7 +77,7 @@ def _notes(trees: dict[str, dict[str, dict]]) -> str:
         for name, row in rows.items():
             if row["status"] != "ok":
                 notes[name].add(row["status"])
-            if "eager" in (row["timing"] or ""):
+            if over_floor.is_eager(row):
                 notes[name].add("timed without a CUDA graph")
             if row["run_page_size"]:
                 notes[name].add(f"run at page size {row['run_page_size']}")

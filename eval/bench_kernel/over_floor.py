@@ -78,6 +78,11 @@ def spread(row: dict) -> float:
     return (max(row["us_rounds"]) - min(row["us_rounds"])) / row["us"]
 
 
+def is_eager(row: dict) -> bool:
+    """Tell whether it was timed, and without a CUDA graph."""
+    return "eager" in (row["timing"] or "")
+
+
 def text_row(rows: dict[str, dict], row: dict) -> str:
     """Format one line of the running output."""
     head = f"  {row['provider']:<16}"
@@ -91,5 +96,5 @@ def text_row(rows: dict[str, dict], row: dict) -> str:
         f"{100 * row['floor_us'] / row['us']:5.1f} % of floor  plan {row['plan_us']:8.1f} us  "
         f"error {row['error']:.1e} (torch {row['error_torch']:.1e}){peer}"
         + (f"  page {row['run_page_size']}" if row["run_page_size"] else "")
-        + ("  eager" if "eager" in (row["timing"] or "") else "")
+        + ("  eager" if is_eager(row) else "")
     )

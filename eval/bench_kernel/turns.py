@@ -106,7 +106,7 @@ def take_turns(
     their rows: what is `known` before the run, then the status, "ok" or "wrong", "unavailable",
     "unsupported", "failed" followed by the reason. Only where it is "ok" a row gets us,
     microseconds per layer, the median over the rounds, us_rounds, each round's median, what the
-    candidate measured, and `facts` of what was timed.
+    candidate measured, and `facts` of what was timed. A `timer` is made of each.
 
     Candidates live only as long as this call: they are gigabytes.
     """

@@ -24,8 +24,9 @@ _TOP = gl.constexpr(6.0)
 PENDING = gl.constexpr(2)
 
 
-# Of four elements: as half precision, which holds any bfloat16 in these units, as e4m3, and what
-# that left as e4m3. A register gets its four at once: Triton would take pairs apart to join them.
+# Of four elements: as half precision, whose two terms are those of any bfloat16 in these units, as
+# e4m3, and what that left as e4m3. A register gets its four at once: Triton would take pairs apart
+# to join them.
 TWO_TERMS = gl.constexpr("""{
 .reg .b16 a, b;
 .reg .b32 x, y, w;

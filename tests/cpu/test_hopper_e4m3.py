@@ -19,7 +19,7 @@ from tests.cpu.test_hopper_kernel import (
     plans_of,
     problem_of,
 )
-from tests.support import emulated_gluon, ptx
+from tests.support import emulated_gluon
 from tests.support.forests import path_table
 from tests.support.poison import POISONS, assert_contained, forest, poisoned
 from tests.support.problems import E4M3, assert_attention
@@ -75,9 +75,7 @@ def test_a_nan_stays_with_its_requests(name, heads):
 
 def terms_of(x, text):
     """Both terms of float32 [n], with their signed zeros as zeros."""
-    outs = ptx.run_warp(text, 2, [*x.view(-1, 4).T.numpy()])
-    terms = (torch.from_numpy(out.copy()).view(torch.float8_e4m3fn).float() for out in outs)
-    return [term + 0.0 for term in terms]
+    return [term.float() + 0.0 for term in emulated_gluon.two_terms(text, x)]
 
 
 def check_terms(text):

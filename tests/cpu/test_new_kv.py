@@ -14,6 +14,7 @@ from sgl_prefix_attn.execute.backends.torch_backend import TorchBackend
 from sgl_prefix_attn.execute.self_test import check_kernels, every_plan
 from sgl_prefix_attn.kernels.store_kv import store_kv_kernel
 from sgl_prefix_attn.records import HeadConfig
+from tests.cpu.test_hopper_launches import Recorder
 from tests.support.interpreter_process import run_interpreted
 from tests.support.problems import E4M3
 
@@ -52,16 +53,12 @@ def test_the_self_test_finds_keys_that_are_stored_wrong(factor, monkeypatch):
 def test_a_dependent_launch_is_of_a_kernel_that_waits(pdl, monkeypatch):
     """And no other, which would read keys before they are there."""
 
-    class Noted:
-        def __getitem__(self, grid):
-            return lambda *args, **options: found.append(options)
-
     found = []
-    monkeypatch.setattr(new_kv, "store_kv_kernel", Noted())
+    monkeypatch.setattr(new_kv, "store_kv_kernel", Recorder("store", found))
     k, cache = torch.zeros(2, 1, 16), torch.zeros(4, 1, 16, dtype=E4M3)
     new_kv.launch_store(k, k, cache, cache, torch.arange(2), 1.0, 1.0, pdl)
-    (options,) = found
-    assert options["PDL"] == options.get("launch_pdl", False) == pdl
+    ((_, options),) = found
+    assert options["PDL"] == options["launch_pdl"] == pdl
 
 
 @pytest.mark.parametrize("arch", [89, 90, 100, 120])

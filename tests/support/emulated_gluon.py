@@ -223,7 +223,7 @@ class _Launch:
         if "shrinks" in text or text.startswith("mul.f32"):
             return args[0] * args[1]
         if "e4m3x2" in text:
-            return _two_terms(text, *args)
+            return two_terms(text, *args)
         if "mul.wide" in text:
             return args[0].long() * args[1]
         assert "ld.acquire" in text, text
@@ -270,7 +270,7 @@ def _grow(text, top, b_max):
     return tuple(warps[:, i].reshape(64, 4) for i in range(2))
 
 
-def _two_terms(text, x):
+def two_terms(text, x):
     """Four elements a thread; each register of the results holds four bytes."""
     outs = run_warp(text, 2, [*x.float().reshape(-1, 4).T.numpy()])
     narrow = (torch.from_numpy(out.copy()).view(torch.float8_e4m3fn) for out in outs)

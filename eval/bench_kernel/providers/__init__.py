@@ -14,8 +14,9 @@ from eval.bench_kernel.providers.planned import Server
 from eval.bench_kernel.providers.provider import Provider, pick
 from sgl_prefix_attn.engine.determinism import PART_TOKENS
 from sgl_prefix_attn.execute.backends.family import HOPPER, PORTABLE
+from sgl_prefix_attn.settings import Settings
 
-HALFWAY = 32  # steps, of the 64 that a server's plan lasts
+HALFWAY = Settings().headroom // 2  # steps, of those that a server's plan lasts
 STRATEGIES = ("pat", "naive", "query", "compute")  # of this library's planner, for ablations
 
 

@@ -48,7 +48,7 @@ def launch_store(k, v, k_cache, v_cache, slots, k_scale, v_scale, pdl: bool = Fa
     store_kv_kernel[len(k), 2](
         k, v, k_cache, v_cache, slots, _rounded(k_scale, k.dtype), _rounded(v_scale, v.dtype),
         k.stride(0), v.stride(0), k_cache.stride(0), v_cache.stride(0), k_width, v_width, STEP=step,
-        PDL=pdl, **({"launch_pdl": True} if pdl else {}),
+        PDL=pdl, launch_pdl=pdl,
     )  # fmt: skip
 
 
