@@ -138,13 +138,13 @@ def latent() -> str:
             for tree, found in trees.items():
                 by.setdefault((tree, gpu_of(name)), {})[heads.partition("/")[0]] = found
     columns = sorted(next(iter(by.values())), key=int)
-    lines = [
-        (f"`{tree}`", gpu, *(cell for heads in columns for cell in _against_peer(found[heads])))
-        for (tree, gpu), found in by.items()
-    ]
-    titles = [f"{heads} heads: {what}" for heads in columns
-              for what in ("ours, us", "fastest peer", "over ours")]  # fmt: skip
-    return f"{table(('tree', 'GPU', *titles), lines)}\n\n{source(*LATENT)}"
+    lines = []
+    for (tree, gpu), found in by.items():
+        ours, peers, over = zip(*(_against_peer(found[heads]) for heads in columns), strict=True)
+        times = (cell for pair in zip(ours, over, strict=True) for cell in pair)
+        lines.append((f"`{tree}`", gpu, ", ".join(dict.fromkeys(peers)), *times))
+    titles = [f"{heads} heads: {what}" for heads in columns for what in ("ours, us", "over ours")]
+    return f"{table(('tree', 'GPU', 'fastest peer', *titles), lines)}\n\n{source(*LATENT)}"
 
 
 @page_table("kernels | over | GPU | mean of 20 trees | of a tree", *INVARIANT)

@@ -72,10 +72,9 @@ def loads():
             cells = (f"{served[b]:.0f}" if b in served else "-" for b in (*STOCK, "prefix"))
             ratios = (f"{served['prefix'] / of:.2f}" if of else "-"
                       for of in (served.get("default"), stock))  # fmt: skip
-            title = f"`{load}`" + (", offline" if rate == OFFLINE else "")
             steps = median(backends["prefix"], lambda row: row["prefix_share"])
             tpot = _over_default(backends, "tpot_ms", "p50")
-            yield title, machine, *cells, *ratios, tpot, f"{steps:.0%}"
+            yield _title(load, rate), machine, *cells, *ratios, tpot, f"{steps:.0%}"
 
 
 def rates() -> str:
@@ -106,11 +105,10 @@ def routing():
         by.setdefault((row["load"], row["rate"], row["policy"]), {})[row["backend"]] = row
     for (load, rate, policy), found in by.items():
         default, prefix = found["default"], found["prefix"]
-        title = f"`{load}`" + (", offline" if rate == OFFLINE else "")
         tokens = [row["output_tokens_per_s"] for row in (default, prefix)]
         cached = ", ".join(f"{row['cached_share']:.0%}" for row in (default, prefix))
         requests = dict.fromkeys(" + ".join(map(str, x["requests"])) for x in (default, prefix))
-        yield (title, policy.replace("_", " "), *(f"{x:.0f}" for x in tokens),
+        yield (_title(load, rate), policy.replace("_", " "), *(f"{x:.0f}" for x in tokens),
                f"{tokens[1] / tokens[0]:.2f}", cached, ", ".join(requests))  # fmt: skip
 
 
@@ -142,6 +140,10 @@ def agents() -> str:
         f"{table(columns, [*lines, ('geometric mean', *means)])}\n\n"
         f"{count} programs at once. {source(*files)}"
     )
+
+
+def _title(load: str, rate: str) -> str:
+    return f"`{load}`" + (", offline" if rate == OFFLINE else "")
 
 
 def _tokens(own: list[dict]) -> float:
