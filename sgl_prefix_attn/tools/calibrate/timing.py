@@ -41,6 +41,8 @@ class LayerTimer:
         return medians_us([self])[0]
 
     def _capture(self) -> torch.cuda.CUDAGraph:
+        """Capture all layers, on a stream of this timer's own: torch frees the workspaces of
+        products by stream, with the first of its graphs that goes (pytorch/pytorch#193402)."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -49,7 +51,7 @@ class LayerTimer:
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=side):
             self.outs = [self._run(layer) for layer in range(self.layers)]
         return graph
 
