@@ -6,6 +6,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from traceback import walk_tb
 
 import torch
 
@@ -39,6 +40,7 @@ class GraphVariants:
         self._sizes: list[int] = []  # that SGLang captures, ascending
         self._with_prefix: set[int] = set()
         self._failed = False
+        self._kept: list[torch.cuda.CUDAGraph] = []
         # what prefix graphs took beside SGLang's own
         self._graphs, self._seconds, self._bytes = 0, 0.0, 0
 
@@ -98,6 +100,7 @@ class GraphVariants:
     def _give_up(self, size: int, error: Exception, device) -> None:
         self._failed = True
         self._with_prefix.discard(size)  # of several labels an earlier one may have worked
+        self._kept += _graphs_of(error)
         if self.raise_failures or not _usable_after(error, device):
             raise RuntimeError(
                 f"--attention-backend prefix: capturing the prefix CUDA graph of batch size {size} "
@@ -113,6 +116,14 @@ class GraphVariants:
             LIMIT,
             exc_info=error,
         )
+
+
+def _graphs_of(error: Exception) -> list[torch.cuda.CUDAGraph]:
+    """Return the graphs that were being captured, to be kept: torch 2.14 frees the workspaces of
+    products that all graphs of a stream use, SGLang's stock graphs among them, with the first of
+    those graphs that goes (pytorch/pytorch#193402)."""
+    values = (x for frame, _ in walk_tb(error.__traceback__) for x in frame.f_locals.values())
+    return [x for x in values if isinstance(x, torch.cuda.CUDAGraph)]
 
 
 def _usable_after(error: Exception, device) -> bool:

@@ -3,6 +3,7 @@
 Each case runs in a process of its own, because one of them breaks torch's allocator for good.
 """
 
+import gc
 import logging
 import multiprocessing
 
@@ -43,11 +44,13 @@ def unjoined_stream(x):
     raise ValueError("cannot compile")
 
 
-def capture(fail, body, pool, stream, x, y):
-    """A graph of y = 2 * x whose capture runs body at the end when fail is set."""
+def capture(fail, body, pool, stream, x, weights, y):
+    """A graph of y = x @ weights, which cuBLAS splits and so needs a workspace for; its capture
+    runs body at the end when fail is set."""
+    torch.mm(x, weights, out=y)  # as SGLang warms up: the workspace is not of the graph's memory
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, stream=stream):
-        y.copy_(x * 2)
+        torch.mm(x, weights, out=y)
         if fail:
             body(x)
     return graph
@@ -55,17 +58,23 @@ def capture(fail, body, pool, stream, x, y):
 
 def attempt(body) -> dict:
     """Capture a stock graph, fail at a prefix graph, capture and replay stock graphs."""
-    x, y, z = (torch.zeros(1024, device="cuda") for _ in range(3))
+    kind = {"dtype": torch.bfloat16, "device": "cuda"}
+    x, y, z = (torch.zeros(64, width, **kind) for width in (8192, 4096, 4096))
+    weights = torch.full((8192, 4096), 2**-12, **kind)
     pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        before = capture(False, body, pool, stream, x, y)
+        before = capture(False, body, pool, stream, x, weights, y)
         variants = GraphVariants(8, raise_failures=False)
         try:
-            variants.capture(4, [2, 4], lambda: capture(True, body, pool, stream, x, y), torch.cuda)
+            variants.capture(
+                4, [2, 4], lambda: capture(True, body, pool, stream, x, weights, y), torch.cuda
+            )
         except RuntimeError as error:
             return {"raised": str(error), "cause": type(error.__cause__).__name__}
-        after = capture(False, body, pool, stream, x, z)
+        after = capture(False, body, pool, stream, x, weights, z)
     torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
     x.fill_(3.0)
     before.replay()
     after.replay()

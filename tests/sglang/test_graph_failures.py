@@ -1,11 +1,14 @@
 """A prefix capture that fails: what goes on without it, and when the start must fail."""
 
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
 from sglang.srt.model_executor.runner.shape_key import ShapeKey
 
+from sgl_prefix_attn.engine import graph_variants
 from sgl_prefix_attn.records import Decision
 from tests.sglang.fake_graph_runner import (
     LIMIT,
@@ -65,6 +68,28 @@ def test_a_second_capture_does_not_trust_the_first(server):
     runner.capture()
     server.world.reqs[:] = server.world.reqs[:1]
     assert_stock(runner, 1)
+
+
+def test_a_graph_whose_capture_failed_is_kept_until_all_are_captured_anew(server, monkeypatch):
+    class Graph:
+        """Stands for torch's, which cannot be made without a GPU."""
+
+    def failing_capture():
+        graph = Graph()
+        graphs.append(weakref.ref(graph))
+        raise ValueError("cannot compile")
+
+    graphs = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    # pytest keeps records of errors, and so the graphs
+    monkeypatch.setattr(graph_variants.logger, "error", lambda *args, **options: None)
+    variants = server.backend.variants
+    variants.capture(4, [4], failing_capture, GraphRunner(server).device_module)
+    gc.collect()
+    assert [graph() is not None for graph in graphs] == [True]
+    variants.reset()
+    gc.collect()
+    assert graphs[0]() is None
 
 
 def broken_context(server, runner):
