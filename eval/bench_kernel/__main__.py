@@ -96,7 +96,7 @@ def _parse(argv: list[str]):
     parser.add_argument("--page-size", type=several(count), default="1", help="such as 1,16,64")
     parser.add_argument(
         "--behind-products", action="store_true",
-        help="time each layer as in a model, behind a product, by the profiler",
+        help="time each layer as in a model, behind its products, by the profiler",
     )  # fmt: skip
     parser.add_argument("--fasttree-path", metavar="DIR", help="checkout of FastTree-Artifact")
     parser.add_argument("--pat-path", metavar="DIR", help="built checkout of PAT")

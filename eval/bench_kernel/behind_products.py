@@ -1,5 +1,6 @@
-"""Times of attention as it runs in a model: behind products that have replaced what was in the L2
-cache and in the instruction caches, so that a kernel's own code comes from memory, too.
+"""Times of attention as it runs in a model: behind the products of a layer, which have replaced
+what was in the L2 cache and, being several kernels, in the SMs' instruction caches. One product
+would leave most of the kernel's code there (docs/kernel-log.md).
 
 The profiler tells the kernels apart. To time both and take products alone off would charge
 attention for what it does to the products' caches.
@@ -19,8 +20,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from sgl_prefix_attn.tools.calibrate.timing import LayerTimer
 
-# Of Llama 3.1 8B: the weights of its last product take 117 MB, twice a Hopper GPU's L2 cache.
-_HIDDEN, _INTERMEDIATE = 4096, 14336
+# Of Llama 3.1 8B, in the order in which they run between one layer's attention and the next one's;
+# the third one's weights take 117 MB, twice a Hopper GPU's L2 cache.
+_PRODUCTS = ((4096, 4096), (4096, 2 * 14336), (14336, 4096), (4096, 6144))
 _ROWS = 64
 _REPLAYS = 20
 
@@ -34,24 +36,25 @@ class Kernel(NamedTuple):
 
 
 class BehindProducts(LayerTimer):
-    """A LayerTimer whose layers are a product and `run(layer)`; the time is that of the latter's
+    """A LayerTimer whose layers are products and `run(layer)`; the time is that of the latter's
     kernels, from the start of the first to the end of the last."""
 
     def __init__(
         self, run: Callable[[int], torch.Tensor], layers: int, device: torch.device, capture: bool
     ):
-        x, weights, out = _operands(device)
+        operands = _operands(device)
 
-        def product() -> torch.Tensor:
-            return torch.mm(x, weights, out=out)
+        def products() -> None:
+            for x, weights, out in operands:
+                torch.mm(x, weights, out=out)
 
         def both(layer: int) -> torch.Tensor:
-            product()
+            products()
             return run(layer)
 
         super().__init__(both, layers, device, capture)
-        product()
-        self._products = {kernel.name for kernel in kernels_of(product)}
+        products()
+        self._products = {kernel.name for kernel in kernels_of(products)}
 
     @property
     def kind(self) -> str:
@@ -80,8 +83,8 @@ def kernels_of(work: Callable[[], object]) -> list[Kernel]:
 
 
 def spans(kernels: Iterable[Kernel], products: Container[str]) -> list[float]:
-    """Return how long the kernels between a product and the next one took, from the first's start
-    to the last's end; a product may be several kernels."""
+    """Return how long the kernels between products and the next ones took, from the first's start
+    to the last's end."""
     between = (
         list(group)
         for is_product, group in groupby(kernels, lambda kernel: kernel.name in products)
@@ -91,7 +94,8 @@ def spans(kernels: Iterable[Kernel], products: Container[str]) -> list[float]:
 
 
 @lru_cache(maxsize=1)
-def _operands(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    shapes = (_ROWS, _INTERMEDIATE), (_INTERMEDIATE, _HIDDEN), (_ROWS, _HIDDEN)
-    x, weights, out = (torch.randn(shape, dtype=torch.bfloat16, device=device) for shape in shapes)
-    return x, weights, out
+def _operands(device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def new(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device=device)
+
+    return [(new(_ROWS, k), new(k, n), new(_ROWS, n)) for k, n in _PRODUCTS]
