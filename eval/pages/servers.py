@@ -16,6 +16,7 @@ FILES = {
     "serving_h100": "H100 A", "serving_loads_h100": "H100 B", "serving_rates_h100": "H100 C",
     "serving_interval_h100": "H100 D, ten tokens at a time", "serving_repeated_h100": "H100 E",
     "serving_h200_again": "H200 B, a slow host", "serving_h200_e4m3": "H200 B, KV of e4m3",
+    "serving_h200_c": "H200 C",
 }  # fmt: skip
 README_ROWS = (
     ("serving_h200", "gsp", "32 groups of 16 prompts with 2048 tokens in common"),
