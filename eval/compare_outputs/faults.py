@@ -38,11 +38,11 @@ def _drop_node(planted: Callable[[], None]) -> None:
 
     plan_forest = Planner.plan_forest
 
-    def faulty(self, forest):
+    def faulty(self, forest, before=None):
         changed = without_largest_node(forest)
         if changed is not forest:
             planted()
-        return plan_forest(self, changed)
+        return plan_forest(self, changed, before)
 
     Planner.plan_forest = faulty  # type: ignore[method-assign]
 

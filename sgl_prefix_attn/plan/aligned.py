@@ -39,10 +39,16 @@ from sgl_prefix_attn.records import Forest, PlanStats
 class AlignedCut(Cut):
     """A cut whose tiles are the parts themselves, which stand beside their tile's other ones.
 
-    part  int32 [T]  which part of its tile each is
+    part   int32 [T]  which part of its tile each is
+    whole  int32 [.]  edges of the tiles that were divided
     """
 
     part: np.ndarray
+    whole: np.ndarray
+
+    @property
+    def edge(self) -> np.ndarray:
+        return self.whole
 
     def stats(self, forest: Forest) -> PlanStats:
         return replace(super().stats(forest), num_tiles=int((self.part == 0).sum()))

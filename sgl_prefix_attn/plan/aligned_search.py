@@ -70,7 +70,7 @@ class AlignedSearch:
         )
         part = np.arange(edges.size - 1) - np.repeat(np.cumsum(parts) - parts, parts)
         costs = part_costs(tiles, self.heads, self.rates)
-        return AlignedCut(order, tiles, np.ones_like(part), costs, us, part=part)
+        return AlignedCut(order, tiles, np.ones_like(part), costs, us, part=part, whole=edge)
 
 
 @cached_njit

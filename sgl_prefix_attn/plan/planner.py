@@ -99,9 +99,19 @@ class Planner:
         """
         return self.plan_forest(build_forest(paths, query_lens))
 
-    def plan_forest(self, forest: Forest) -> Plan:
+    def plan_forest(self, forest: Forest, before: Plan | None = None) -> Plan:
         """Plan one step by the cut that is predicted to be fastest of those that fit; by the
-        fastest of all, which is too large, where none does."""
+        fastest of all, which is too large, where none does.
+
+        before: the plan that the same requests have outgrown. An aligned one that ended early, with
+        a row's first part, leaves its tiles to this one: many rows end so one by one, and a search
+        takes longer than all the rest.
+        """
+        if before is not None and self.part_tokens and before.appends_left < self.headroom:
+            cut = self._aligned_search(forest).cut_at(before.edge, before.predicted_us)
+            plan = self.serialize(forest, cut)
+            if self.capacity.covers(plan):
+                return plan
         found = [
             (candidate, search)
             for search in self._searches(forest)
@@ -172,15 +182,18 @@ class Planner:
 
     def _searches(self, forest: Forest) -> Iterator[Search | AlignedSearch]:
         if self.part_tokens:
-            leaves = order_leaves(forest, forest.seq_lens >= whole_below(self.part_tokens))
-            yield AlignedSearch(
-                forest, leaves, self.heads, self.num_sms, self.rates, self.tile_queries,
-                self.part_tokens, self._headroom(forest),
-            )  # fmt: skip
+            yield self._aligned_search(forest)
             return
         leaves = order_leaves(forest)
         for division in self._divisions(forest, leaves):
             yield self._search(forest, leaves, division)
+
+    def _aligned_search(self, forest: Forest) -> AlignedSearch:
+        leaves = order_leaves(forest, forest.seq_lens >= whole_below(self.part_tokens))
+        return AlignedSearch(
+            forest, leaves, self.heads, self.num_sms, self.rates, self.tile_queries,
+            self.part_tokens, self._headroom(forest),
+        )  # fmt: skip
 
     def _search(self, forest: Forest, leaves: LeafOrder, division: Division) -> Search:
         return Search(

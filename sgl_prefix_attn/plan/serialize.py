@@ -44,6 +44,7 @@ class Plan:
     num_places    partial results of one query that are merged by query, that it needs
     group_size    query heads a KV head
     tile_rows     rows that a tile has room for
+    edge          int32 [.]  places of leaves (leaves.py) between which its tiles stand
     predicted_us  microseconds per layer
     """
 
@@ -57,6 +58,7 @@ class Plan:
     longest: int
     appends_left: int
     stats: PlanStats
+    edge: np.ndarray
     predicted_us: float
 
     @property
@@ -116,6 +118,7 @@ def plan_of(
         longest=longest,
         appends_left=headroom,
         stats=cut.stats(forest),
+        edge=cut.edge,
         predicted_us=cut.us,
     )
 

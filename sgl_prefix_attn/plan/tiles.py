@@ -76,6 +76,11 @@ class Cut:
     split_off: int = 0
 
     @property
+    def edge(self) -> np.ndarray:
+        """The places between which its tiles stand."""
+        return self.tiles.edge
+
+    @property
     def most_queries(self) -> int:
         return int(np.diff(self.tiles.edge).max(initial=0))
 

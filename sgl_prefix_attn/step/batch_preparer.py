@@ -10,6 +10,7 @@ from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.paths.readers import reader_of
 from sgl_prefix_attn.paths.tree_reader import RunningBatch, TreeInvariantError, check_paths
 from sgl_prefix_attn.plan.planner import Planner
+from sgl_prefix_attn.plan.serialize import Plan
 from sgl_prefix_attn.records import PREFIX, Decision, PathTable, PlanTooLarge
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.step.evaluate import Evaluation, TimePredictor, evaluate
@@ -95,10 +96,13 @@ class BatchPreparer:
         facts: BatchFacts,
         graph_rows: int = 0,
         query_lens: np.ndarray | None = None,
+        before: Plan | None = None,
     ) -> Evaluation:
         """Evaluate a batch as evaluate(); raise PlanTooLarge where its plan is to run and does not
         fit."""
-        done = evaluate(paths, facts, self._planner, self._predictor, graph_rows, query_lens)
+        done = evaluate(
+            paths, facts, self._planner, self._predictor, graph_rows, query_lens, before
+        )
         if done.decision.variant == PREFIX:
             self._planner.capacity.check(done.plan)
         return done

@@ -44,6 +44,7 @@ def evaluate(
     predictor: TimePredictor | None = None,
     graph_rows: int = 0,
     query_lens: np.ndarray | None = None,
+    before: Plan | None = None,
 ) -> Evaluation:
     """Build the forest, plan, predict both times and decide.
 
@@ -53,6 +54,7 @@ def evaluate(
     graph_rows  rows of the stock graph that the batch would replay; what it does not fill is
                 padding of length 1
     query_lens  int32 [B] new tokens of each request; None: one each, a decode step
+    before      the plan that the same requests have outgrown
 
     Raises ValueError for paths that do not add up.
     """
@@ -60,7 +62,7 @@ def evaluate(
     facts = replace(facts, shares=forest.parent.size > 0, several=query_lens is not None)
     if facts.several and (decision := decide(facts)).variant == STOCK:
         return Evaluation(None, decision)
-    plan = planner.plan_forest(forest)
+    plan = planner.plan_forest(forest, before)
     if predictor is not None and facts.policy != PREFIX:
         seq_lens = np.ones(max(paths.seq_lens.size, graph_rows), np.int64)
         seq_lens[: paths.seq_lens.size] = paths.seq_lens

@@ -69,7 +69,9 @@ class StepPreparer(BatchPreparer):
         # Of the last evaluation: until it is stale its decision and its plan stand.
         self.lifetime = PlanLifetime()
         self._evaluated = _UNDECIDED
-        self._paths: PathTable | None = None  # of that evaluation
+        # of that evaluation
+        self._paths: PathTable | None = None
+        self._plan: Plan | None = None
         self._count = StepCount(counters)
         self._dump = DecisionDump(
             settings.dump, settings.dump_every, counters, aligned=self._deterministic
@@ -83,7 +85,7 @@ class StepPreparer(BatchPreparer):
     def only_stock(self, reason: str) -> None:
         super().only_stock(reason)
         # It would keep the requests and nodes of the last plan for good.
-        self.lifetime, self._paths = PlanLifetime(), None
+        self.lifetime, self._paths, self._plan = PlanLifetime(), None, None
 
     def prepare(self, batch: RunningBatch) -> Step:
         """Prepare the step about to run."""
@@ -181,21 +183,21 @@ class StepPreparer(BatchPreparer):
     def _evaluate(self, facts: BatchFacts, cause: str, batch, reader, paths) -> Plan | None:
         """Evaluate the batch, with its paths or None; return the plan to load, None for stock
         kernels."""
-        known = self._paths if cause == "headroom" else None
-        self._paths = None  # a try after one that fails reads them anew
+        known, before = (self._paths, self._plan) if cause == "headroom" else (None, None)
+        self._paths = self._plan = None  # a try after one that fails reads them anew
         if paths is None and known is not None:
             # The same requests have grown on the same paths, which take long to read.
             paths = replace(known, seq_lens=batch.seq_lens.astype(np.int32))
         paths = paths or self._read(batch)
         facts = replace(facts, running=self._running, steps=self._steps)
         rows = self._padded_size(len(batch.reqs))
-        plan, decision = self._look(paths, facts, rows)
+        plan, decision = self._look(paths, facts, rows, before=before)
         is_prefix = decision.variant == PREFIX
         self.counters.plan(cause, plan.stats)
         # A decision for stock kernels stands until the batch changes or has grown by the headroom.
         appends_left = plan.appends_left if is_prefix else self.settings.headroom
         self.lifetime.planned(batch, reader, appends_left, has_grown=known is not None)
         self._count.evaluated(plan.stats, decision.variant)
-        self._evaluated, self._paths = decision, paths
+        self._evaluated, self._paths, self._plan = decision, paths, plan
         self._dump.decided(paths, decision)
         return plan if is_prefix else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from sgl_prefix_attn.execute.backends.torch_backend import TorchBackend
 from sgl_prefix_attn.kernels import words as W
 from sgl_prefix_attn.plan import aligned, aligned_search, aligned_words
 from sgl_prefix_attn.plan.aligned_search import AlignedSearch
+from sgl_prefix_attn.plan.capacity import Capacity
 from sgl_prefix_attn.plan.cut_time import KernelRates, PortableRates, predict_us
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.leaves import order_leaves
@@ -27,6 +30,7 @@ from tests.support.problems import make_problem
 HEADS = (HeadConfig(8, 2, 8), HeadConfig(7, 1, 8), HeadConfig(2, 2, 8), HeadConfig(16, 1, 8))
 LENGTHS = (1, 2, 17, 63, 64, 65, 127, 130, 200)
 PART = 128
+WHOLE = PART + PART // 2  # the length from which on a row has several parts
 
 
 def planner(heads: HeadConfig, headroom: int = 0, part_tokens: int = PART, tile_rows: int = 128):
@@ -155,6 +159,50 @@ def test_every_block_is_written_once(paths, heads, headroom):
         assert np.unique(tiles[:, W.I_COUNTER]).size == len(tiles)
         partial = split[:, W.I_PARTIAL] + split[:, W.I_PART]
         assert np.array_equal(np.sort(partial), np.arange(plan.num_partial_tiles))
+
+
+@given(
+    path_tables(max_batch=40, lengths=(*LENGTHS, 170, 185, 191)), st.sampled_from(HEADS),
+    st.sampled_from([1, 20, 64]),
+)  # fmt: skip
+@examples(60)
+def test_a_plan_behind_one_that_ended_early_has_its_tiles(paths, heads, headroom):
+    """Its rows are read as those of any other plan, and no cut is searched for; behind one that
+    lasted all of its steps one is."""
+    made = planner(heads, headroom)
+    before = made.plan(paths)
+    ended_early = before.appends_left < headroom
+    later = replace(paths, seq_lens=paths.seq_lens + before.appends_left + 1)
+    crossing = (paths.seq_lens < WHOLE) & (later.seq_lens >= WHOLE)
+    assert crossing.any() or not ended_early
+    searched, candidates = [], AlignedSearch.candidates
+
+    def search(*args):
+        searched.append(args)
+        return candidates(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AlignedSearch, "candidates", search)
+        plan = made.plan_forest(build_forest(later), before)
+    assert bool(searched) != ended_early
+    assert not ended_early or plan.edge.tolist() == before.edge.tolist()
+    problem = make_problem(later, heads)
+    words, blocks = loaded(plan, problem)
+    check_rows(words, blocks, problem, heads.group_size)
+
+
+def test_tiles_that_no_longer_fit_are_searched_for_anew():
+    """A row that has two parts stands in its tile beside those that have one: blocks of both."""
+    paths = path_table([(-1, 150)], [0] * 16, [41] * 8 + [2] * 8)
+    made = planner(HEADS[0], 64)
+    before = made.plan(paths)
+    later = build_forest(replace(paths, seq_lens=paths.seq_lens + 1))
+    assert before.appends_left == 0
+    largest = made.plan_forest(later, before)
+    made.capacity = replace(Capacity.for_plans(largest), index_slots=largest.num_index_slots - 1)
+    narrower = made.plan_forest(later, before)
+    assert made.capacity.covers(narrower) and not made.capacity.covers(largest)
+    assert narrower.edge.tolist() != before.edge.tolist()
 
 
 @given(

@@ -157,7 +157,7 @@ def test_what_stands_against_a_plan(options, cache, reason):
 
 def test_an_error_is_stock_and_told_once(caplog):
     class Failing(Planner):
-        def plan_forest(self, forest):
+        def plan_forest(self, forest, before=None):
             raise ZeroDivisionError("planted")
 
     steps = preparer(planner=Failing(HeadConfig(8, 2, 32), num_sms=16))

@@ -10,11 +10,13 @@ import pytest
 
 from sgl_prefix_attn.execute.params import Capacity
 from sgl_prefix_attn.paths.radix_reader import RadixReader
+from sgl_prefix_attn.plan.aligned_search import AlignedSearch
+from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.records import Decision, Prediction
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.step.policy import HOLD_STEPS, STOCK_STEPS
 from tests.support.fake_sglang import LMCRadixCache, World
-from tests.support.steps import Failing, Times, planner, preparer, run, shared_world
+from tests.support.steps import HEADS, Failing, Times, planner, preparer, run, shared_world
 
 DEFAULT, ERROR = Decision("prefix", "default"), Decision("stock", "planner_error")
 
@@ -234,6 +236,20 @@ def test_requests_that_have_grown_are_planned_anew_on_the_paths_they_had(world, 
     assert len(compared) == 1, "by the lifetime alone"
     assert steps.counters.plans == {"first": 1, "headroom": 1}
     assert np.array_equal(again.new_plan.words, run(read, world, 3).new_plan.words)
+
+
+def test_tiles_of_a_plan_that_ended_early_are_kept_for_the_same_requests(world, monkeypatch):
+    """Of an aligned plan, when a request of 96 tokens begins to have two parts of 64."""
+    steps, candidates = preparer(plan_with=Planner(HEADS, num_sms=16, part_tokens=64)), []
+    search = AlignedSearch.candidates
+    monkeypatch.setattr(AlignedSearch, "candidates", lambda *a: candidates.append(a) or search(*a))
+    for grown in range(53, 58):
+        run(steps, world, grown)
+    assert steps.counters.plans == {"first": 1, "headroom": 1}
+    assert len(candidates) == 1
+    world.reqs.pop()
+    run(steps, world, 58)
+    assert len(candidates) == 2
 
 
 def test_a_plan_that_failed_for_grown_requests_is_made_for_those_that_are_there_then(world):

@@ -269,7 +269,7 @@ def _plant_faults(preparer, build, fault_file: Path):
     stale, init = preparer.PlanLifetime.stale, preparer.StepPreparer.__init__
     nth_plan = {}
 
-    def faulty_plan(self, forest):
+    def faulty_plan(self, forest, before=None):
         fault = _read(fault_file)
         nth = nth_plan[fault] = nth_plan.get(fault, -1) + 1
         if _fails_to_plan(fault, nth):
@@ -278,7 +278,7 @@ def _plant_faults(preparer, build, fault_file: Path):
         drafts = fault == "draft_node_dropped" and forest.query_lens is None
         if fault == "shared_node_dropped" or drafts:
             forest = faults.without_largest_node(forest)
-        good, change = plan(self, forest), CHAIN_FAULTS.get(fault)
+        good, change = plan(self, forest, before), CHAIN_FAULTS.get(fault)
         if change is None or forest.query_lens is None or forest.query_lens.max() < 3:
             return good
         words = good.words.copy()

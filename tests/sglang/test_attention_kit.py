@@ -128,8 +128,8 @@ def test_a_faulty_decode_step_is_found(kit, monkeypatch, fault):
 def test_a_faulty_plan_of_several_tokens_is_found(kit, monkeypatch, mode, fault):
     planted, plan = [], Planner.plan_forest
 
-    def faulty(self, forest):
-        made = plan(self, forest)
+    def faulty(self, forest, before=None):
+        made = plan(self, forest, before)
         if forest.query_lens is not None and forest.query_lens.max() > 1:
             CHAIN_FAULTS[fault](made.words)
             planted.append(fault)

@@ -45,11 +45,11 @@ class Failing:
     def __init__(self, *failing_calls, headroom=64):
         self.planner, self.failing, self.calls = planner(headroom), failing_calls, 0
 
-    def plan_forest(self, forest):
+    def plan_forest(self, forest, before=None):
         self.calls += 1
         if self.calls in self.failing:
             raise ZeroDivisionError("planted")
-        return self.planner.plan_forest(forest)
+        return self.planner.plan_forest(forest, before)
 
 
 class Times:
