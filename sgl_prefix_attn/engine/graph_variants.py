@@ -7,12 +7,14 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from traceback import walk_tb
+from types import TracebackType
 
 import torch
 
 logger = logging.getLogger(__name__)
 
 LIMIT = "PREFIX_ATTN_MAX_VARIANT_BS"
+_GRAPHS = ("CUDAGraph", "BreakableCUDAGraph")  # torch's, and SGLang's of several
 
 
 def prefix_label(label: str | None) -> str:
@@ -40,7 +42,7 @@ class GraphVariants:
         self._sizes: list[int] = []  # that SGLang captures, ascending
         self._with_prefix: set[int] = set()
         self._failed = False
-        self._kept: list[torch.cuda.CUDAGraph] = []
+        self._kept: list[object] = []
         # what prefix graphs took beside SGLang's own
         self._graphs, self._seconds, self._bytes = 0, 0.0, 0
 
@@ -100,7 +102,8 @@ class GraphVariants:
     def _give_up(self, size: int, error: Exception, device) -> None:
         self._failed = True
         self._with_prefix.discard(size)  # of several labels an earlier one may have worked
-        self._kept += _graphs_of(error)
+        # Not of this class's own frame: to look at its variables would tie `error` to itself.
+        self._kept += _graphs_of(error.__traceback__ and error.__traceback__.tb_next)
         if self.raise_failures or not _usable_after(error, device):
             raise RuntimeError(
                 f"--attention-backend prefix: capturing the prefix CUDA graph of batch size {size} "
@@ -118,12 +121,12 @@ class GraphVariants:
         )
 
 
-def _graphs_of(error: Exception) -> list[torch.cuda.CUDAGraph]:
-    """Return the graphs that were being captured, to be kept: torch 2.14 frees the workspaces of
-    products that all graphs of a stream use, SGLang's stock graphs among them, with the first of
-    those graphs that goes (pytorch/pytorch#193402)."""
-    values = (x for frame, _ in walk_tb(error.__traceback__) for x in frame.f_locals.values())
-    return [x for x in values if isinstance(x, torch.cuda.CUDAGraph)]
+def _graphs_of(traceback: TracebackType | None) -> list[object]:
+    """Return the graphs that were being captured in a traceback's frames, to be kept: torch 2.14
+    frees the workspaces of products that all graphs of a stream use, SGLang's stock graphs among
+    them, with the first of those graphs that goes (pytorch/pytorch#193402)."""
+    values = (x for frame, _ in walk_tb(traceback) for x in frame.f_locals.values())
+    return [x for x in values if type(x).__name__ in _GRAPHS]
 
 
 def _usable_after(error: Exception, device) -> bool:
