@@ -44,17 +44,19 @@ class BehindProducts(LayerTimer):
     ):
         operands = _operands(device)
 
-        def products() -> None:
+        def products() -> torch.Tensor:
             for x, weights, out in operands:
                 torch.mm(x, weights, out=out)
+            return out
 
         def both(layer: int) -> torch.Tensor:
             products()
             return run(layer)
 
         super().__init__(both, layers, device, capture)
-        products()
-        self._products = {kernel.name for kernel in kernels_of(products)}
+        alone = LayerTimer(lambda _: products(), 1, device, capture)
+        alone.replay()
+        self._products = {kernel.name for kernel in kernels_of(alone.replay)}
 
     @property
     def kind(self) -> str:
@@ -66,7 +68,12 @@ class BehindProducts(LayerTimer):
                 self.replay()
 
         self.replay()
-        return statistics.median(spans(kernels_of(replays), self._products))
+        found = spans(kernels_of(replays), self._products)
+        if len(found) != _REPLAYS * self.layers:
+            raise RuntimeError(
+                f"{len(found)} stretches between products in {_REPLAYS} x {self.layers} layers"
+            )
+        return statistics.median(found)
 
 
 def kernels_of(work: Callable[[], object]) -> list[Kernel]:

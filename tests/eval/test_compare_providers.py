@@ -237,6 +237,13 @@ def test_behind_products_attention_alone_is_timed(monkeypatch):
     (row,) = compare(setting, [Changed(read_layer_0_in_every_layer)], H100)
     assert row["status"].startswith("wrong")
 
+    def with_a_product(provider, case, layer, run):
+        ran.extend(["attention", "product", "attention"])
+        return run(layer)
+
+    (row,) = compare(setting, [Changed(with_a_product)], H100)
+    assert row["status"].startswith("failed: RuntimeError") and row["us"] is None
+
 
 def test_what_stands_between_products_is_one_span():
     kernels = [
