@@ -143,11 +143,12 @@ def test_no_requests():
     assert plan.num_items == 0 and plan.words[W.H_BATCH] == 0
 
 
-@pytest.mark.parametrize("heads", [(32, 8), (32, 4), (8, 1)])
-def test_the_planner_takes_about_the_best_cut(heads):
+@pytest.mark.parametrize("part_tokens", [0, 2048])
+@pytest.mark.parametrize("heads", [(32, 8), (32, 4), (4, 1)])
+def test_the_planner_takes_about_the_best_cut(heads, part_tokens):
     """It may end its search early, and what it leaves out is not much better: also with few KV
     heads, where tiles must be narrow or split for all SMs to have work."""
-    made = Planner(HeadConfig(*heads, 128), num_sms=132)
+    made = Planner(HeadConfig(*heads, 128), num_sms=132, part_tokens=part_tokens)
     for batch in draw(11, 60, pool_tokens=450_000):
         forest = build_forest(batch.paths)
         best = min(cut.us for cut in made.cuts(forest))
