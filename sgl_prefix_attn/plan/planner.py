@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -105,14 +106,16 @@ class Planner:
         fastest of all, which is too large, where none does.
 
         before: the plan that the same requests have outgrown. An aligned one that ended early, with
-        a row's first part, leaves its tiles to this one: many rows end so one by one, and a search
-        takes longer than all the rest.
+        a row's first part, leaves its tiles to this one until they are `headroom` steps old: many
+        rows end so one by one, and a search takes longer than all the rest.
         """
-        if before is not None and self.part_tokens and before.appends_left < self.headroom:
-            cut = self._aligned_search(forest).cut_at(before.edge, before.predicted_us)
-            plan = self.serialize(forest, cut)
-            if self.capacity.covers(plan):
-                return plan
+        if before is not None and self.part_tokens:
+            age = before.tiles_age + before.appends_left + 1
+            if age < self.headroom:
+                cut = self._aligned_search(forest).cut_at(before.edge, before.predicted_us)
+                plan = replace(self.serialize(forest, cut), tiles_age=age)
+                if self.capacity.covers(plan):
+                    return plan
         hopeless = math.inf if self.part_tokens else HOPELESS
         found = [
             (candidate, search)

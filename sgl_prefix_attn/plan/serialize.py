@@ -45,7 +45,8 @@ class Plan:
     group_size    query heads a KV head
     tile_rows     rows that a tile has room for
     edge          int32 [.]  places of leaves (leaves.py) between which its tiles stand
-    predicted_us  microseconds per layer
+    tiles_age     steps since the search that found them
+    predicted_us  microseconds per layer, at that search
     """
 
     words: np.ndarray
@@ -60,6 +61,7 @@ class Plan:
     stats: PlanStats
     edge: np.ndarray
     predicted_us: float
+    tiles_age: int = 0
 
     @property
     def num_index_slots(self) -> int:

@@ -167,11 +167,11 @@ def test_every_block_is_written_once(paths, heads, headroom):
 )  # fmt: skip
 @examples(60)
 def test_a_plan_behind_one_that_ended_early_has_its_tiles(paths, heads, headroom):
-    """Its rows are read as those of any other plan, and no cut is searched for; behind one that
-    lasted all of its steps one is."""
+    """Its rows are read as those of any other plan, and no cut is searched for until the tiles have
+    lasted for all of a plan's steps."""
     made = planner(heads, headroom)
     before = made.plan(paths)
-    ended_early = before.appends_left < headroom
+    ended_early = before.appends_left + 1 < headroom
     later = replace(paths, seq_lens=paths.seq_lens + before.appends_left + 1)
     crossing = (paths.seq_lens < WHOLE) & (later.seq_lens >= WHOLE)
     assert crossing.any() or not ended_early
@@ -189,6 +189,22 @@ def test_a_plan_behind_one_that_ended_early_has_its_tiles(paths, heads, headroom
     problem = make_problem(later, heads)
     words, blocks = loaded(plan, problem)
     check_rows(words, blocks, problem, heads.group_size)
+
+
+def test_tiles_are_searched_for_anew_after_as_many_steps_as_a_plan_may_last(monkeypatch):
+    """However many plans end early meanwhile: of 40 requests one gets a second part in each
+    step."""
+    made, lens = planner(HEADS[0], 16), np.arange(40, dtype=np.int32)
+    paths = path_table([(-1, 100)], [0] * 40, (WHOLE - 101 - lens).tolist())
+    searched, candidates, plan = [], AlignedSearch.candidates, None
+    monkeypatch.setattr(
+        AlignedSearch, "candidates", lambda *args: searched.append(step) or candidates(*args)
+    )
+    for step in range(40):
+        forest = build_forest(replace(paths, seq_lens=paths.seq_lens + step))
+        plan = made.plan_forest(forest, plan)
+        assert plan.appends_left == 0 or step == 39
+    assert searched == [0, 16, 32]
 
 
 def test_tiles_that_no_longer_fit_are_searched_for_anew():
