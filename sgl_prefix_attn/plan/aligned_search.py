@@ -37,15 +37,16 @@ class AlignedSearch:
         sees = self.forest.seq_lens[self.leaves.request] - self.leaves.after
         return sees < whole_below(self.part_tokens)
 
-    def candidates(self, hopeless: float = math.inf) -> list[Candidate]:
-        """List the cuts as Search.candidates does."""
+    def candidates(self, _hopeless: float = math.inf) -> list[Candidate]:
+        """List the cuts as Search.candidates does, but of all widths: none is hopeless, because
+        narrow tiles are the only way to work for all CTAs."""
         below, leaves = at_blocks(self.forest), self.leaves
         found = _search(
             below.parent, below.start, below.end, below.tail_parent, below.tail_start,
             below.seq_lens, leaves.request, leaves.query, leaves.after, leaves.first, leaves.last,
             leaves.root, self._is_whole, 2 if below.query_lens is None else 3, self.most,
-            self.part_tokens, self.headroom, hopeless, rate_values(self.rates),
-            self.forest.unique_tokens, self.heads.sizes, self.num_sms,
+            self.part_tokens, self.headroom, rate_values(self.rates), self.forest.unique_tokens,
+            self.heads.sizes, self.num_sms,
         )  # fmt: skip
         return [
             Candidate(us, int(most), int(kind), 0, int(blocks))
@@ -76,14 +77,13 @@ class AlignedSearch:
 @cached_njit
 def _search(
     parent, start, end, tail_parent, tail_start, seq_lens, request, query, after, first, last, root,
-    is_whole, kinds, most, part_tokens, headroom, hopeless, rates, unique_tokens, heads, num_sms,
+    is_whole, kinds, most, part_tokens, headroom, rates, unique_tokens, heads, num_sms,
 ):  # fmt: skip
     group = heads.group_size
     found = np.empty((MOST, 4))
-    size, best = 0, np.inf
+    size = 0
     seen = [np.empty(0, np.int32)]
     while most >= 1:
-        before, fastest = size, np.inf
         for kind in range(kinds):
             edge = edges_of(kind, root, after, most)
             if is_among(edge, seen):
@@ -96,15 +96,12 @@ def _search(
             _, edges, places, _, _, blocks = divide(
                 edge, offset, run, is_whole, part_tokens, headroom, group
             )
-            us = predict_parts(rates, query[places], edges, blocks, unique_tokens, heads, num_sms)
-            found[size, 0] = us
+            found[size, 0] = predict_parts(
+                rates, query[places], edges, blocks, unique_tokens, heads, num_sms
+            )
             found[size, 1] = most
             found[size, 2] = kind
             found[size, 3] = blocks[:, B_UNMASKED].sum() + blocks[:, B_MASKED].sum()
             size += 1
-            fastest = min(fastest, us)
-        if size > before and fastest > hopeless * best:
-            return found[:before].copy()
-        best = min(best, fastest)
         most //= 2
     return found[:size].copy()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -25,7 +24,7 @@ from sgl_prefix_attn.plan.tiles import Cut
 from sgl_prefix_attn.records import CALIBRATED, Forest, HeadConfig, PathTable
 
 # Tiles get narrower; a width at which every cut takes so many times as long as the best one before
-# ends the search. Not of aligned plans: narrow tiles are their only way to work for all CTAs.
+# ends the search.
 HOPELESS = 1.6
 # Tokens from which on a node is long: whether those are split off is tried.
 LONG = (256, 1024, 4096)
@@ -116,11 +115,10 @@ class Planner:
                 plan = replace(self.serialize(forest, cut), tiles_age=age)
                 if self.capacity.covers(plan):
                     return plan
-        hopeless = math.inf if self.part_tokens else HOPELESS
         found = [
             (candidate, search)
             for search in self._searches(forest)
-            for candidate in search.candidates(hopeless)
+            for candidate in search.candidates(HOPELESS)
         ]
         found.sort(key=lambda pair: pair[0].us)
         for candidate, search in found:

@@ -144,7 +144,7 @@ def test_no_requests():
 
 
 @pytest.mark.parametrize("part_tokens", [0, 2048])
-@pytest.mark.parametrize("heads", [(32, 8), (32, 4), (4, 1)])
+@pytest.mark.parametrize("heads", [(32, 8), (32, 4), (8, 1), (4, 1)])
 def test_the_planner_takes_about_the_best_cut(heads, part_tokens):
     """It may end its search early, and what it leaves out is not much better: also with few KV
     heads, where tiles must be narrow or split for all SMs to have work."""
