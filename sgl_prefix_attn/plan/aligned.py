@@ -28,6 +28,7 @@ from sgl_prefix_attn.plan.tiles import (
     R_END,
     R_FIRST,
     R_LEN,
+    R_REQUEST,
     R_START,
     Cut,
     side_of,
@@ -81,14 +82,15 @@ def divide(edge, offset, run, is_whole, part_tokens, headroom, group):
     parts = np.empty(tiles, np.int64)
     num_places, num_runs = 0, 0
     for t in range(tiles):
-        whole = is_whole[edge[t] : edge[t + 1]]
         end = 0
         for r in range(offset[t], offset[t + 1]):
             start, behind = run[r, R_START], run[r, R_START] + run[r, R_LEN]
             end = max(end, behind)
             pieces = (behind - 1) // part_tokens - start // part_tokens + 1
-            num_runs += 1 if pieces == 1 and start < part_tokens else pieces * _kinds(run[r], whole)
-        parts[t] = 1 if whole.all() else (end + headroom - 1) // part_tokens + 1
+            one = pieces == 1 and start < part_tokens
+            num_runs += 1 if one else pieces * _kinds(run, r, is_whole, edge[t])
+        has_one = is_whole[edge[t] : edge[t + 1]].all()
+        parts[t] = 1 if has_one else (end + headroom - 1) // part_tokens + 1
         num_places += parts[t] * (edge[t + 1] - edge[t])
     total = parts.sum()
     places = np.empty(num_places, np.int32)
@@ -97,7 +99,6 @@ def divide(edge, offset, run, is_whole, part_tokens, headroom, group):
     p, size = 0, 0
     for t in range(tiles):
         queries = edge[t + 1] - edge[t]
-        whole = is_whole[edge[t] : edge[t + 1]]
         for part in range(parts[t]):
             for i in range(queries):
                 places[edges[p] + i] = edge[t] + i
@@ -106,7 +107,7 @@ def divide(edge, offset, run, is_whole, part_tokens, headroom, group):
                     runs[size] = run[r]
                     size += 1
                 else:
-                    size = _add_pieces(runs, size, run[r], whole, part, part_tokens)
+                    size = _add_pieces(runs, size, run, r, is_whole, edge[t], part, part_tokens)
             edges[p + 1], offsets[p + 1] = edges[p] + queries, size
             _count_blocks(runs, offsets[p], size, queries, group, blocks[p])
             p += 1
@@ -114,74 +115,77 @@ def divide(edge, offset, run, is_whole, part_tokens, headroom, group):
 
 
 @cached_njit
-def _end_of_kind(run, whole, first):
-    """Return the end of the queries of a run that are, or are not, whole as `first` is."""
-    end = first + 1
-    while end < run[R_END] and whole[end] == whole[first]:
-        end += 1
-    return end
+def _end_of_kind(is_whole, low, first, end):
+    """Return the end of the queries [first, end) of a tile, which is at the places from `low` on,
+    that are, or are not, whole as `first` is."""
+    last = first + 1
+    while last < end and is_whole[low + last] == is_whole[low + first]:
+        last += 1
+    return last
 
 
 @cached_njit
-def _kinds(run, whole):
-    """Count the stretches of queries of a run that are whole, or are not."""
-    count, first = 0, run[R_FIRST]
-    while first < run[R_END]:
-        first = _end_of_kind(run, whole, first)
+def _kinds(run, r, is_whole, low):
+    """Count the stretches of queries of a tile's run that are whole, or are not."""
+    count, first, end = 0, run[r, R_FIRST], run[r, R_END]
+    while first < end:
+        first = _end_of_kind(is_whole, low, first, end)
         count += 1
     return count
 
 
 @cached_njit
-def _add_pieces(runs, size, run, whole, part, part_tokens):
-    """Add what of a tile's run is in one of its parts to runs; `whole` bool [queries of the tile].
-    Positions of the first part are there for all queries, those behind it for each as it is."""
-    start, end = run[R_START], run[R_START] + run[R_LEN]
+def _add_pieces(runs, size, run, r, is_whole, low, part, part_tokens):
+    """Add what of a run is in one of the parts of its tile, which is at the places from `low` on,
+    to runs. Positions of the first part are there for all queries, those behind it for each as it
+    is."""
+    request, start, first, last = run[r, R_REQUEST], run[r, R_START], run[r, R_FIRST], run[r, R_END]
+    end = start + run[r, R_LEN]
     if part == 0:
-        size = _add(runs, size, run, start, min(end, part_tokens), run[R_FIRST], run[R_END])
-    low, high = max(start, part * part_tokens), min(end, (part + 1) * part_tokens)
-    first = run[R_FIRST] if end > part_tokens else run[R_END]
-    while first < run[R_END]:
-        last = _end_of_kind(run, whole, first)
-        if whole[first] and part == 0:
-            size = _add(runs, size, run, max(start, part_tokens), end, first, last)
-        elif part > 0 and not whole[first]:
-            size = _add(runs, size, run, low, high, first, last)
-        first = last
+        size = _add(runs, size, request, start, min(end, part_tokens), first, last)
+    if end <= part_tokens:
+        return size
+    begin, behind = max(start, part * part_tokens), min(end, (part + 1) * part_tokens)
+    while first < last:
+        next_kind = _end_of_kind(is_whole, low, first, last)
+        if is_whole[low + first] and part == 0:
+            size = _add(runs, size, request, max(start, part_tokens), end, first, next_kind)
+        elif part > 0 and not is_whole[low + first]:
+            size = _add(runs, size, request, begin, behind, first, next_kind)
+        first = next_kind
     return size
 
 
 @cached_njit
-def _add(runs, size, run, start, end, first, last):
+def _add(runs, size, request, start, end, first, last):
     if start < end:
-        runs[size] = run
-        runs[size, R_START], runs[size, R_LEN] = start, end - start
+        runs[size, R_REQUEST], runs[size, R_START], runs[size, R_LEN] = request, start, end - start
         runs[size, R_FIRST], runs[size, R_END] = first, last
         size += 1
     return size
 
 
 @cached_njit
-def whole_columns(run, queries):
-    """Count the columns of a run that are in unmasked blocks."""
-    for_all = run[R_FIRST] == 0 and run[R_END] == queries
-    return run[R_LEN] // W.BLOCK * W.BLOCK if for_all else 0
+def whole_columns(run, r, queries):
+    """Count the columns of run r that are in unmasked blocks."""
+    for_all = run[r, R_FIRST] == 0 and run[r, R_END] == queries
+    return run[r, R_LEN] // W.BLOCK * W.BLOCK if for_all else 0
 
 
 @cached_njit
-def goes_on(run):
-    """Tell whether a run goes on in the block of the one before: a token behind others of its
+def goes_on(run, r):
+    """Tell whether run r goes on in the block of the one before: a token behind others of its
     request, for fewer queries."""
-    return run[R_START] % W.BLOCK != 0
+    return run[r, R_START] % W.BLOCK != 0
 
 
 @cached_njit
 def _count_blocks(run, begin, end, queries, group, blocks):
     """Fill one row of Tiles.blocks from the runs [begin, end): each has masked blocks to itself."""
     for r in range(begin, end):
-        if goes_on(run[r]):
+        if goes_on(run, r):
             continue
-        whole = whole_columns(run[r], queries)
+        whole = whole_columns(run, r, queries)
         side = side_of(run[r, R_FIRST], run[r, R_END], queries, group)
         blocks[B_UNMASKED] += whole // W.BLOCK
         blocks[B_BOTH + side] += -(-(run[r, R_LEN] - whole) // W.BLOCK) * W.BLOCK

@@ -65,7 +65,10 @@ def _new_blocks(seq_lens, headroom):
 def _in_order_of_steps(request, low, high, part, new, count, seq_lens, part_tokens):
     """Return int [n, 3]: the places, blocks of positions and steps in which the requests of a part
     begin blocks, by steps."""
-    found = np.empty((count[request[low:high]].sum(), 3), np.int64)
+    most = 0
+    for place in range(low, high):
+        most += count[request[place]]
+    found = np.empty((most, 3), np.int64)
     size = 0
     for i in range(high - low):
         row = request[low + i]
@@ -76,6 +79,8 @@ def _in_order_of_steps(request, low, high, part, new, count, seq_lens, part_toke
                 found[size, 1] = block
                 found[size, 2] = block * W.BLOCK - seq_lens[row]
                 size += 1
+    if size < 2:
+        return found[:size]
     return found[np.argsort(found[:size, 2], kind="mergesort")]
 
 
@@ -169,9 +174,9 @@ def _serialize(
             source, start, length = run[r, R_REQUEST], run[r, R_START], run[r, R_LEN]
             key = make_key(run[r, R_FIRST], run[r, R_END], group, tile_rows)
             whole = 0
-            if not goes_on(run[r]):
+            if not goes_on(run, r):
                 segment = _leave_empty(words, segment, order + unmasked, free)
-                whole = whole_columns(run[r], queries)
+                whole = whole_columns(run, r, queries)
                 side = side_of(run[r, R_FIRST], run[r, R_END], queries, group)
                 free = column[side]
                 column[side] += -(-(length - whole) // W.BLOCK) * W.BLOCK
