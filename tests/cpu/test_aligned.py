@@ -15,7 +15,7 @@ from sgl_prefix_attn.execute.backends.torch_backend import TorchBackend
 from sgl_prefix_attn.kernels import words as W
 from sgl_prefix_attn.plan import aligned, aligned_search, aligned_words
 from sgl_prefix_attn.plan.aligned_search import AlignedSearch
-from sgl_prefix_attn.plan.capacity import Capacity
+from sgl_prefix_attn.plan.capacity import UNLIMITED, Capacity
 from sgl_prefix_attn.plan.cut_time import KernelRates, PortableRates, predict_us
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.leaves import order_leaves
@@ -235,6 +235,21 @@ def test_a_server_has_room_for_any_batch(paths, heads, headroom):
     )
     made = backend.planner(PortableRates(), headroom=headroom, capacity=capacity)
     assert capacity.covers(made.plan_forest(forest))
+
+
+def test_a_server_has_room_for_narrow_tiles():
+    """Where one head's wide tiles would leave most CTAs without work."""
+    heads = HeadConfig(4, 1, 8)
+    forest = build_forest(path_table([], [-1] * 64, [1000] * 64))
+    backend = TorchBackend(heads, torch.float32, torch.device("cpu"), None, 256)
+    backend.num_sms = 132
+    capacity = backend.server_capacity(64, 64 * 1000, 64, 1000)
+    fitting, fastest = (
+        backend.planner(PortableRates(), headroom=64, capacity=each).plan_forest(forest)
+        for each in (capacity, UNLIMITED)
+    )
+    in_widest_tiles = 4 * 5
+    assert fitting.num_items == fastest.num_items > in_widest_tiles
 
 
 @pytest.mark.parametrize("tokens", [1, 40])

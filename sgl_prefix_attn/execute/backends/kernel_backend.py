@@ -135,8 +135,7 @@ class KernelBackend:
             return self._aligned_capacity(
                 max_batch, max_tokens, headroom, longest or max_tokens, max_requests or max_batch
             )
-        # the planner's split tiles have at most about as many parts as there are SMs for a head
-        parts = 2 * (self.num_sms // self.heads.num_kv_heads + 1)
+        parts = self._parts_of_all_ctas()
         items = max_batch + parts
         partials = triton.cdiv(parts * self.tile_rows, self.heads.group_size)
         places = 0
@@ -164,7 +163,8 @@ class KernelBackend:
         self, max_batch: int, max_tokens: int, headroom: int, longest: int, max_requests: int
     ) -> Capacity:
         """Return enough for any batch in the widest tiles: no step may go to stock kernels, and
-        how many parts a tile has follows from its longest request."""
+        how many parts a tile has follows from its longest request. Besides, partial results for
+        narrower tiles, which are the only way to work for all CTAs."""
         wide = W.queries_per_tile(self.heads.group_size, self.tile_rows)
         tiles, longest = triton.cdiv(max_batch, wide), min(longest, max_tokens)
         parts = tiles * triton.cdiv(longest + headroom, self.part_tokens)
@@ -188,8 +188,14 @@ class KernelBackend:
             + max_batch * W.GROWTH_WORDS
             + (3 * runs + items) * W.SEGMENT_WORDS,
             index_slots=blocks * W.BLOCK,
-            partials=triton.cdiv(parts * self.tile_rows, self.heads.group_size),
+            partials=triton.cdiv(
+                (parts + self._parts_of_all_ctas()) * self.tile_rows, self.heads.group_size
+            ),
         )
+
+    def _parts_of_all_ctas(self) -> int:
+        """Count the parts of tiles that the fastest plans of few tiles have, about at most."""
+        return 2 * (self.num_sms // self.heads.num_kv_heads + 1)
 
     def workspace_bytes(self, capacity: Capacity) -> int:
         """Count the bytes that new_workspace allocates."""
