@@ -1,6 +1,6 @@
-"""Times of attention as it runs in a model: behind the products of a layer, which have replaced
-what was in the L2 cache and, being several kernels, in the SMs' instruction caches. One product
-would leave most of the kernel's code there (docs/kernel-log.md).
+"""Times of attention as it runs in a model: behind the products, norms and activation of a layer,
+which have replaced what was in the L2 cache and, being many kernels, in the SMs' instruction
+caches. Products alone would leave most of the kernel's code there (docs/kernel-log.md).
 
 The profiler tells the kernels apart. To time both and take products alone off would charge
 attention for what it does to the products' caches.
@@ -15,14 +15,15 @@ from itertools import groupby
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from sgl_prefix_attn.tools.calibrate.timing import LayerTimer
 
-# Of Llama 3.1 8B, in the order in which they run between one layer's attention and the next one's;
-# the third one's weights take 117 MB, twice a Hopper GPU's L2 cache.
-_PRODUCTS = ((4096, 4096), (4096, 2 * 14336), (14336, 4096), (4096, 6144))
+# Widths of Llama 3.1 8B; the weights between one layer's attention and the next one's take 436 MB,
+# several times a Hopper GPU's L2 cache.
+_HIDDEN, _INNER, _QKV = 4096, 14336, 6144
 _ROWS = 64
 _REPLAYS = 20
 
@@ -36,25 +37,20 @@ class Kernel(NamedTuple):
 
 
 class BehindProducts(LayerTimer):
-    """A LayerTimer whose layers are products and `run(layer)`; the time is that of the latter's
-    kernels, from the start of the first to the end of the last."""
+    """A LayerTimer whose layers are all else that a layer runs and `run(layer)`; the time is that
+    of the latter's kernels, from the start of the first to the end of the last."""
 
     def __init__(
         self, run: Callable[[int], torch.Tensor], layers: int, device: torch.device, capture: bool
     ):
         operands = _operands(device)
 
-        def products() -> torch.Tensor:
-            for x, weights, out in operands:
-                torch.mm(x, weights, out=out)
-            return out
-
         def both(layer: int) -> torch.Tensor:
-            products()
+            _all_else(*operands)
             return run(layer)
 
         super().__init__(both, layers, device, capture)
-        alone = LayerTimer(lambda _: products(), 1, device, capture)
+        alone = LayerTimer(lambda _: _all_else(*operands), 1, device, capture)
         alone.replay()
         self._products = {kernel.name for kernel in kernels_of(alone.replay)}
 
@@ -101,8 +97,18 @@ def spans(kernels: Iterable[Kernel], products: Container[str]) -> list[float]:
 
 
 @lru_cache(maxsize=1)
-def _operands(device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    def new(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, dtype=torch.bfloat16, device=device)
+def _operands(device: torch.device) -> list[torch.Tensor]:
+    """Attention's output, and the weights that follow it."""
+    shapes = (
+        (_ROWS, _HIDDEN), (_HIDDEN, _HIDDEN), (_HIDDEN, 2 * _INNER), (_INNER, _HIDDEN),
+        (_HIDDEN, _QKV),
+    )  # fmt: skip
+    return [torch.randn(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
 
-    return [(new(_ROWS, k), new(k, n), new(_ROWS, n)) for k, n in _PRODUCTS]
+
+def _all_else(x, output, gate_and_up, down, qkv) -> torch.Tensor:
+    """Run what is between one layer's attention and the next one's, rotary embedding apart."""
+    x = F.rms_norm(torch.mm(x, output), (_HIDDEN,))
+    gate, up = torch.mm(x, gate_and_up).chunk(2, dim=1)
+    x = torch.mm(F.silu(gate) * up, down)
+    return torch.mm(F.rms_norm(x, (_HIDDEN,)), qkv)

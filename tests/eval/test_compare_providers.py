@@ -219,10 +219,11 @@ class FakeProfile:
 
 
 def test_behind_products_attention_alone_is_timed(monkeypatch):
-    ran = []
-    monkeypatch.setattr(behind_products, "_PRODUCTS", [(4, 8), (8, 4)])
+    ran, mm = [], torch.mm
+    for name, width in {"_HIDDEN": 8, "_INNER": 16, "_QKV": 12}.items():
+        monkeypatch.setattr(behind_products, name, width)
     monkeypatch.setattr(behind_products, "_operands", behind_products._operands.__wrapped__)
-    monkeypatch.setattr(torch, "mm", lambda x, weights, out: ran.append("product") or out)
+    monkeypatch.setattr(torch, "mm", lambda x, weights: ran.append("product") or mm(x, weights))
     monkeypatch.setattr(behind_products, "kernels_of", FakeProfile(ran).kernels_of)
     setting = replace(setting_of("1,4_32,16"), behind_products=True)
 
@@ -233,7 +234,7 @@ def test_behind_products_attention_alone_is_timed(monkeypatch):
     (row,) = compare(setting, [Changed(noted)], H100)
     assert row["status"] == "ok" and row["timing"] == "eager, behind products"
     assert row["us_rounds"] == [8.0, 8.0, 8.0]
-    assert ran == ["product", "product", "attention"] * (len(ran) // 3)
+    assert ran == [*["product"] * 4, "attention"] * (len(ran) // 5)
     (row,) = compare(setting, [Changed(read_layer_0_in_every_layer)], H100)
     assert row["status"].startswith("wrong")
 
