@@ -15,8 +15,9 @@ FILES = {
     "serving_h200": "H200", "serving_rates_h200": "H200", "serving_loads_h200": "H200",
     "serving_h100": "H100 A", "serving_loads_h100": "H100 B", "serving_rates_h100": "H100 C",
     "serving_interval_h100": "H100 D, ten tokens at a time", "serving_repeated_h100": "H100 E",
-    "serving_h200_again": "H200 B, a slow host", "serving_h200_e4m3": "H200 B, KV of e4m3",
-    "serving_h200_c": "H200 C",
+    "serving_h200_again": "H200 B, a slow host", "serving_h200_c": "H200 C",
+    "serving_h200_d": "H200 D, a slow host", "serving_h200_d_again": "H200 D, other servers",
+    "serving_h200_e4m3": "H200 D, KV of e4m3",
 }  # fmt: skip
 README_ROWS = (
     ("serving_h200", "gsp", "32 groups of 16 prompts with 2048 tokens in common"),
@@ -59,23 +60,28 @@ def readme() -> str:
 
 @page_table(
     "load | machine | default | flashinfer | prefix | over default | over the better | "
-    "TPOT p50 over default | prefix steps",
+    "TPOT p50 over default | cached | prefix steps",
     *FILES,
 )
 def loads():
-    """All loads sent at once, or offline: output tokens/s and the time per token."""
+    """All loads sent at once, or offline: output tokens/s, the time per token, and the share of
+    prompts' tokens that each backend had cached."""
     for name, machine in FILES.items():
         for (load, rate), backends in by_run(rows(name)).items():
             if rate not in ("inf", OFFLINE):
                 continue
             served = {backend: _tokens(own) for backend, own in backends.items()}
-            stock = max(served[backend] for backend in STOCK if backend in served)
+            stock = max((served[backend] for backend in STOCK if backend in served), default=0)
             cells = (f"{served[b]:.0f}" if b in served else "-" for b in (*STOCK, "prefix"))
             ratios = (f"{served['prefix'] / of:.2f}" if of else "-"
                       for of in (served.get("default"), stock))  # fmt: skip
             steps = median(backends["prefix"], lambda row: row["prefix_share"])
             tpot = _over_default(backends, "tpot_ms", "p50")
-            yield _title(load, rate), machine, *cells, *ratios, tpot, f"{steps:.0%}"
+            cached = ", ".join(
+                f"{median(backends[b], lambda row: row['cached_share']):.0%}"
+                for b in (*STOCK, "prefix") if b in backends
+            )  # fmt: skip
+            yield _title(load, rate), machine, *cells, *ratios, tpot, cached, f"{steps:.0%}"
 
 
 def rates() -> str:
