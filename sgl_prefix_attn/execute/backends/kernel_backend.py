@@ -11,21 +11,16 @@ import triton
 from sgl_prefix_attn.execute.params import Capacity, LayerParams, Workspace
 from sgl_prefix_attn.kernels import words as W
 from sgl_prefix_attn.kernels.slots import append_token_kernel, fill_blocks_kernel
-from sgl_prefix_attn.plan.aligned import whole_below
 from sgl_prefix_attn.plan.capacity import UNLIMITED
 from sgl_prefix_attn.plan.cut_time import KernelRates
 from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.plan.serialize import Plan
+from sgl_prefix_attn.plan.server_capacity import Served, aligned_capacity, usual_capacity
 from sgl_prefix_attn.records import CALIBRATED, HeadConfig
 
 NARROW_KV = torch.float8_e4m3fn  # of KV caches, beside a model's own dtype
 ANY_DIM = 1 << 16  # of a backend without a largest head dimension
 _FILL_STEP = 1024
-# How often tiles of one plan may read each KV slot of a server, and how many reads (8 bytes each)
-# there is room for in any case: few slots may be shared by many tiles.
-_READS, _LEAST_READS = 8, 1 << 23
-# Partial results of a request, on average, where nodes are split off.
-_PLACES = 8
 
 
 def kv_dtype_label(kv_dtype: torch.dtype) -> str:
@@ -123,79 +118,14 @@ class KernelBackend:
         max_requests: int | None = None,
     ) -> Capacity:  # fmt: skip
         """Return enough for max_batch queries over max_tokens KV slots, of max_requests (None: as
-        many) requests of up to `longest` tokens.
-
-        In the widest tiles every slot, as often as there are tiles that may read it, up to _READS
-        times or _LEAST_READS in all: the planner takes wider tiles before a step goes to stock
-        kernels. Headroom and unfilled blocks for every request, and six runs of KV per request on
-        average. Where nodes are split off, as many as there are requests, and _PLACES partial
-        results per request on average.
-        """
+        many) requests of up to `longest` tokens (None: as there are slots)."""
+        most = Served(
+            max_batch, max_requests or max_batch, max_tokens, longest or max_tokens, headroom
+        )
+        shape = self.heads, self.tile_rows, self.num_sms
         if self.part_tokens:
-            return self._aligned_capacity(
-                max_batch, max_tokens, headroom, longest or max_tokens, max_requests or max_batch
-            )
-        parts = self._parts_of_all_ctas()
-        items = max_batch + parts
-        partials = triton.cdiv(parts * self.tile_rows, self.heads.group_size)
-        places = 0
-        if self.splits_nodes:
-            items += max_batch
-            places = _PLACES * max_batch
-        tiles = triton.cdiv(max_batch, W.queries_per_tile(self.heads.group_size, self.tile_rows))
-        reads = min(tiles * max_tokens, max(_READS * max_tokens, _LEAST_READS))
-        # besides whole blocks an item has one that is masked, one of growth and its first blocks
-        blocks = triton.cdiv(reads + headroom * max_batch, W.BLOCK)
-        blocks += (2 + W.PRE) * items + W.LOOKAHEAD
-        segments = 2 * (6 * max_batch) + 2 * items
-        return Capacity(
-            words=W.HEADER_WORDS
-            + items * (W.item_words(self.heads.group_size, self.tile_rows) + 2)
-            + 2 * blocks
-            + max_batch * (W.GROWTH_WORDS + W.MERGE_WORDS)
-            + places
-            + segments * W.SEGMENT_WORDS,
-            index_slots=blocks * W.BLOCK,
-            partials=partials + places,
-        )
-
-    def _aligned_capacity(
-        self, max_batch: int, max_tokens: int, headroom: int, longest: int, max_requests: int
-    ) -> Capacity:
-        """Return enough for any batch in the widest tiles: no step may go to stock kernels, and
-        how many parts a tile has follows from its longest request. Besides, partial results for
-        narrower tiles, which are the only way to work for all CTAs."""
-        wide = W.queries_per_tile(self.heads.group_size, self.tile_rows)
-        tiles, longest = triton.cdiv(max_batch, wide), min(longest, max_tokens)
-        parts = tiles * triton.cdiv(longest + headroom, self.part_tokens)
-        items = max_batch + parts
-        # a request's queries stand together, so that all but two of its tiles are its own
-        pairs = tiles + max_requests
-        # what rows of one part and rows of several read each for themselves
-        twice = max(0, min(longest, whole_below(self.part_tokens)) - self.part_tokens)
-        reads = min(
-            tiles * min(max_tokens, wide * longest) + 2 * pairs * twice, pairs * (longest + twice)
-        )
-        # every request has a block that is not full, and one more for each that it grows into
-        own = max_batch * (2 + triton.cdiv(headroom, W.BLOCK))
-        stretches = 2 * pairs if twice else 0
-        blocks = triton.cdiv(reads, W.BLOCK) + own + (1 + W.PRE) * items + W.LOOKAHEAD + stretches
-        runs = 6 * max_batch + triton.cdiv(reads, self.part_tokens) + stretches
-        return Capacity(
-            words=W.HEADER_WORDS
-            + items * (W.item_words(self.heads.group_size, self.tile_rows) + 2)
-            + 2 * (blocks + own)
-            + max_batch * W.GROWTH_WORDS
-            + (3 * runs + items) * W.SEGMENT_WORDS,
-            index_slots=blocks * W.BLOCK,
-            partials=triton.cdiv(
-                (parts + self._parts_of_all_ctas()) * self.tile_rows, self.heads.group_size
-            ),
-        )
-
-    def _parts_of_all_ctas(self) -> int:
-        """Count the parts of tiles that the fastest plans of few tiles have, about at most."""
-        return 2 * (self.num_sms // self.heads.num_kv_heads + 1)
+            return aligned_capacity(*shape, self.part_tokens, most)
+        return usual_capacity(*shape, self.splits_nodes, most)
 
     def workspace_bytes(self, capacity: Capacity) -> int:
         """Count the bytes that new_workspace allocates."""
