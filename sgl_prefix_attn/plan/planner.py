@@ -105,12 +105,12 @@ class Planner:
         fastest of all, which is too large, where none does.
 
         before: the plan that the same requests have outgrown. An aligned one that ended early, with
-        a row's first part, leaves its tiles to this one until they are `headroom` steps old: many
-        rows end so one by one, and a search takes longer than all the rest.
+        a row's first part, leaves its tiles to this one if they will not get `headroom` steps old
+        by it: many rows end so one by one, and a search takes longer than all the rest.
         """
         if before is not None and self.part_tokens:
             age = before.tiles_age + before.appends_left + 1
-            if age < self.headroom:
+            if age + self._headroom(forest) < self.headroom:
                 cut = self._aligned_search(forest).cut_at(before.edge, before.predicted_us)
                 plan = replace(self.serialize(forest, cut), tiles_age=age)
                 if self.capacity.covers(plan):

@@ -167,8 +167,8 @@ def test_every_block_is_written_once(paths, heads, headroom):
 )  # fmt: skip
 @examples(60)
 def test_a_plan_behind_one_that_ended_early_has_its_tiles(paths, heads, headroom):
-    """Its rows are read as those of any other plan, and no cut is searched for until the tiles have
-    lasted for all of a plan's steps."""
+    """Its rows are read as those of any other plan, and no cut is searched for where it ends early,
+    too, within the steps of one plan."""
     made = planner(heads, headroom)
     before = made.plan(paths)
     ended_early = before.appends_left + 1 < headroom
@@ -184,8 +184,9 @@ def test_a_plan_behind_one_that_ended_early_has_its_tiles(paths, heads, headroom
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AlignedSearch, "candidates", search)
         plan = made.plan_forest(build_forest(later), before)
-    assert bool(searched) != ended_early
-    assert not ended_early or plan.edge.tolist() == before.edge.tolist()
+    has_its_tiles = before.appends_left + 1 + plan.appends_left < headroom
+    assert bool(searched) != has_its_tiles
+    assert not has_its_tiles or plan.edge.tolist() == before.edge.tolist()
     problem = make_problem(later, heads)
     words, blocks = loaded(plan, problem)
     check_rows(words, blocks, problem, heads.group_size)

@@ -239,16 +239,23 @@ def test_requests_that_have_grown_are_planned_anew_on_the_paths_they_had(world, 
 
 
 def test_tiles_of_a_plan_that_ended_early_are_kept_for_the_same_requests(world, monkeypatch):
-    """Of an aligned plan, when a request of 96 tokens begins to have two parts of 64."""
+    """Of an aligned plan, when requests of 96 tokens begin to have two parts of 64, and one will
+    soon."""
+
+    def step(grown):
+        batch = world.batch(grown)
+        batch.seq_lens[0] -= 10
+        steps.prepare(batch)
+
     steps, candidates = preparer(plan_with=Planner(HEADS, num_sms=16, part_tokens=64)), []
     search = AlignedSearch.candidates
     monkeypatch.setattr(AlignedSearch, "candidates", lambda *a: candidates.append(a) or search(*a))
     for grown in range(53, 58):
-        run(steps, world, grown)
+        step(grown)
     assert steps.counters.plans == {"first": 1, "headroom": 1}
     assert len(candidates) == 1
     world.reqs.pop()
-    run(steps, world, 58)
+    step(58)
     assert len(candidates) == 2
 
 
