@@ -42,10 +42,12 @@ class AlignedCut(Cut):
 
     part   int32 [T]  which part of its tile each is
     whole  int32 [.]  edges of the tiles that were divided
+    headroom          steps that its plan may grow by
     """
 
     part: np.ndarray
     whole: np.ndarray
+    headroom: int
 
     @property
     def edge(self) -> np.ndarray:

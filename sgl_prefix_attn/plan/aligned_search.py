@@ -71,7 +71,10 @@ class AlignedSearch:
         )
         part = np.arange(edges.size - 1) - np.repeat(np.cumsum(parts) - parts, parts)
         costs = part_costs(tiles, self.heads, self.rates)
-        return AlignedCut(order, tiles, np.ones_like(part), costs, us, part=part, whole=edge)
+        return AlignedCut(
+            order, tiles, np.ones_like(part), costs, us,
+            part=part, whole=edge, headroom=self.headroom,
+        )  # fmt: skip
 
 
 @cached_njit

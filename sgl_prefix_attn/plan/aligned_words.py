@@ -36,21 +36,16 @@ from sgl_prefix_attn.records import Forest
 
 
 def serialize_aligned(
-    forest: Forest,
-    cut: AlignedCut,
-    group_size: int,
-    headroom: int,
-    tile_rows: int,
-    part_tokens: int,
+    forest: Forest, cut: AlignedCut, group_size: int, tile_rows: int, part_tokens: int
 ) -> Plan:
-    """Lay out the parts of a step that is cut so, and blocks for `headroom` more steps."""
+    """Lay out the parts of a step that is cut so, and blocks for its headroom."""
     tiles = cut.tiles
     found = _serialize(
         cut.leaves.request, cut.leaves.query, tiles.edge, tiles.offset, tiles.run, tiles.blocks,
         cut.part, cut.costs, forest.seq_lens, W.item_words(group_size, tile_rows), group_size,
-        headroom, tile_rows, part_tokens,
+        cut.headroom, tile_rows, part_tokens,
     )  # fmt: skip
-    return plan_of(found, forest, cut, group_size, headroom, tile_rows)
+    return plan_of(found, forest, cut, group_size, cut.headroom, tile_rows)
 
 
 @cached_njit

@@ -108,17 +108,17 @@ class Planner:
         a row's first part, leaves its tiles to this one if they will not get `headroom` steps old
         by it: many rows end so one by one, and a search takes longer than all the rest.
         """
-        if before is not None and self.part_tokens:
+        searches = list(self._searches(forest))
+        search = searches[0]
+        if before is not None and isinstance(search, AlignedSearch):
             age = before.tiles_age + before.appends_left + 1
-            if age + self._headroom(forest) < self.headroom:
-                cut = self._aligned_search(forest).cut_at(before.edge, before.predicted_us)
+            if age + search.headroom < self.headroom:
+                cut = search.cut_at(before.edge, before.predicted_us)
                 plan = replace(self.serialize(forest, cut), tiles_age=age)
                 if self.capacity.covers(plan):
                     return plan
         found = [
-            (candidate, search)
-            for search in self._searches(forest)
-            for candidate in search.candidates(HOPELESS)
+            (candidate, search) for search in searches for candidate in search.candidates(HOPELESS)
         ]
         found.sort(key=lambda pair: pair[0].us)
         for candidate, search in found:
@@ -161,12 +161,10 @@ class Planner:
 
     def serialize(self, forest: Forest, cut: Cut) -> Plan:
         """Return the plan of one of a forest's cuts."""
-        headroom = self._headroom(forest)
+        group = self.heads.group_size
         if isinstance(cut, AlignedCut):
-            return serialize_aligned(
-                forest, cut, self.heads.group_size, headroom, self.tile_rows, self.part_tokens
-            )
-        return serialize(forest, cut, self.heads.group_size, headroom, self.tile_rows)
+            return serialize_aligned(forest, cut, group, self.tile_rows, self.part_tokens)
+        return serialize(forest, cut, group, self._headroom(forest), self.tile_rows)
 
     def cuts(self, forest: Forest) -> Iterator[Cut]:
         """Every cut that is worth predicting, with all nodes merged or, where the kernel can, some
@@ -175,28 +173,22 @@ class Planner:
             yield from map(search.cut, search.candidates())
 
     def _headroom(self, forest: Forest) -> int:
-        if forest.query_lens is not None:
-            return 0
-        if not self.part_tokens:
-            return self.headroom
-        # a row that begins to have several parts needs another plan
-        left = whole_below(self.part_tokens) - 1 - forest.seq_lens
-        return int(left.min(where=left >= 0, initial=self.headroom))
+        return self.headroom if forest.query_lens is None else 0
 
     def _searches(self, forest: Forest) -> Iterator[Search | AlignedSearch]:
         if self.part_tokens:
-            yield self._aligned_search(forest)
+            headroom = self._headroom(forest)
+            # a row that begins to have several parts needs another plan
+            left = whole_below(self.part_tokens) - 1 - forest.seq_lens
+            leaves = order_leaves(forest, left < 0)
+            yield AlignedSearch(
+                forest, leaves, self.heads, self.num_sms, self.rates, self.tile_queries,
+                self.part_tokens, int(left.min(where=left >= 0, initial=headroom)),
+            )  # fmt: skip
             return
         leaves = order_leaves(forest)
         for division in self._divisions(forest, leaves):
             yield self._search(forest, leaves, division)
-
-    def _aligned_search(self, forest: Forest) -> AlignedSearch:
-        leaves = order_leaves(forest, forest.seq_lens >= whole_below(self.part_tokens))
-        return AlignedSearch(
-            forest, leaves, self.heads, self.num_sms, self.rates, self.tile_queries,
-            self.part_tokens, self._headroom(forest),
-        )  # fmt: skip
 
     def _search(self, forest: Forest, leaves: LeafOrder, division: Division) -> Search:
         return Search(
