@@ -7,6 +7,8 @@ machine on which SGLang would choose another platform.
 SGLang calls `activate` in every process (entry point group `sglang.srt.platforms`).
 """
 
+import functools
+import logging
 import os
 
 import torch
@@ -15,13 +17,20 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 
 from sgl_prefix_attn.settings import CPU_PLATFORM
 
+_log_once = functools.cache(logging.getLogger(__name__).log)
+
 
 def is_active() -> bool:
     """Tell whether this process serves here: asked for, and SGLang would choose no other platform.
 
-    Raises ValueError on a value other than 0 and 1.
+    Not for a bad value, which is logged: if it were raised, SGLang would go on without the plugin,
+    and so without the check of its settings that stops a server.
     """
-    if not CPU_PLATFORM.read(os.environ):
+    try:
+        if not CPU_PLATFORM.read(os.environ):
+            return False
+    except ValueError as error:
+        _log_once(logging.ERROR, "no CPU platform: %s", error)
         return False
     cpu_engine = os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1"  # SGLang's own
     return not (cpu_engine or torch.cuda.is_available() or torch.xpu.is_available())
