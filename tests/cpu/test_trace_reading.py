@@ -52,6 +52,17 @@ def logged_json(obj, tokens=3):
     return b"[2026-11-22 10:00:10] " + orjson.dumps(row | {"obj": obj, "out": {"meta_info": meta}})
 
 
+@pytest.mark.parametrize("line", [logged("'1'"), logged_json({"text": "1"})])
+def test_probes_of_a_server_s_health_are_no_requests(line):
+    assert sglang_log.parse(line) is not None
+    for a, probe in (
+        (b"rid='a'", b"rid='HEALTH_CHECK_1'"),
+        (b'"rid":"a"', b'"rid":"HEALTH_CHECK_1"'),
+    ):
+        line = line.replace(a, probe)
+    assert b"HEALTH" in line and sglang_log.parse(line) is None
+
+
 def names_of(trace, i):
     return trace.blocks[trace.first[i] :][: trace.num_blocks[i]].tolist()
 

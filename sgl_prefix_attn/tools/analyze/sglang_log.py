@@ -22,6 +22,7 @@ import orjson
 
 _CUT = 1024  # what level 2 leaves of either end
 _STAMP = re.compile(rb"""[^{"]{0,300}?\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)[^\]]*\] ?""")
+_PROBE = re.compile(rb"""rid['"]?[=:] ?['"]HEALTH_CHECK_""")  # SGLang's own /health
 _STRING = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
 _PROMPT = re.compile(
     rf"[(,] ?text=(?P<text>None|{_STRING})(?P<text_cut> \.\.\. {_STRING})?, "
@@ -50,8 +51,10 @@ def is_log_line(line: bytes) -> bool:
 
 
 def is_finished(line: bytes) -> bool:
-    """Tell whether a line is about a request that has finished."""
+    """Tell whether a line is about a request that has finished, and that somebody asked for."""
     head = line[:600]
+    if _PROBE.search(head):
+        return False
     if b'"request.finished"' in head:
         return True
     return b"Finish: obj=GenerateReqInput(" in head and not head.startswith(b"{")
