@@ -19,8 +19,9 @@ import numpy as np
 PREFIX, STOCK = "prefix", "stock"
 # SGLang's names of fallbacks whose decode has a time model (predict/stock_time.py).
 FLASHINFER, FA3 = "flashinfer", "fa3"
-# The strategy (plan/profit.py) that every kernel's plans can have.
+# Strategies of the profit model (plan/profit.py); every kernel's plans can have the last one.
 CALIBRATED = "calibrated"
+STRATEGIES = ("query", "naive", "compute", "pat", CALIBRATED)
 
 
 class PlanTooLarge(RuntimeError):

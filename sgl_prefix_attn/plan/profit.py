@@ -11,8 +11,6 @@ from sgl_prefix_attn.plan.costs import CostModel
 from sgl_prefix_attn.plan.dynamic import optimal_packing
 from sgl_prefix_attn.records import CALIBRATED, Forest, Packing
 
-STRATEGIES = ("query", "naive", "compute", "pat", CALIBRATED)
-
 # FastTree's released defaults (its cost model as published with the artifact): weights of padded
 # query rows, padded KV and reduction, and its two tiles (queries, KV tokens).
 FASTTREE_WEIGHTS = (0.66, 0.33, 0.1)

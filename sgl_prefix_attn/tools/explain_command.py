@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from sgl_prefix_attn.records import CALIBRATED, STRATEGIES
 from sgl_prefix_attn.tools.argument_types import new_file
 from sgl_prefix_attn.tools.model_heads import add_heads, chosen_heads
 from sgl_prefix_attn.tools.named_gpus import GPUS, add_server, server_on
@@ -27,7 +28,7 @@ def add_parser(commands) -> None:
     add_server(parser)
     add_heads(parser)
     parser.add_argument(
-        "--strategy", default="calibrated", help="profit model (default: calibrated)"
+        "--strategy", default=CALIBRATED, choices=STRATEGIES, help=f"default: {CALIBRATED}"
     )
     parser.add_argument(
         "--png", type=new_file, metavar="FILE", help="write a plot to FILE (needs matplotlib)"

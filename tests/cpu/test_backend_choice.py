@@ -15,8 +15,7 @@ from sgl_prefix_attn.execute.backends.family import (
 )
 from sgl_prefix_attn.execute.backends.portable_backend import PortableBackend
 from sgl_prefix_attn.execute.backends.torch_backend import TorchBackend
-from sgl_prefix_attn.plan.profit import STRATEGIES
-from sgl_prefix_attn.records import HeadConfig
+from sgl_prefix_attn.records import STRATEGIES, HeadConfig
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 HEADS = HeadConfig(32, 8, 128)

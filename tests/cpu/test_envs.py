@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_prefix_attn.plan.profit import STRATEGIES
+from sgl_prefix_attn.records import STRATEGIES
 from sgl_prefix_attn.settings import VARIABLES, Settings
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/install.md"

@@ -237,7 +237,6 @@ def test_each_node_says_whether_it_is_split_and_what_both_are_predicted_to_take(
         (["1,99999999_1,1"], "99,999,999 requests, more than explain plans"),
         (["1000001,1000001_1,1"], "1,000,001 requests"),
         (["600000,600000,600000_1,1,1"], "1,200,000 shared nodes, more than explain plans"),
-        (["2_9", "--kernels", "portable", "--strategy", "best"], "strategy must be one of"),
         (["2_9", "--strategy", "pat"], "PREFIX_ATTN_KERNELS"),
         (["2_9", "--head-dim", "300"], "head_dim:300: such a server runs stock attention"),
         (["2_9", "--heads", "8/2", "--tp", "3"], "8/2 heads cannot be divided by --tp 3"),
@@ -247,6 +246,12 @@ def test_each_node_says_whether_it_is_split_and_what_both_are_predicted_to_take(
 def test_what_cannot_be_explained_is_said(arguments, message, capsys):
     assert main.main(["explain", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_an_unknown_strategy_is_refused_for_any_kernels(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main.main(["explain", "2_9", "--strategy", "best"])
+    assert "invalid choice: 'best'" in capsys.readouterr().err
 
 
 def test_a_chain_of_64_levels_is_a_tree_and_no_file_name(capsys):

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.packs import make_packs
-from sgl_prefix_attn.plan.profit import STRATEGIES, choose_packing
-from sgl_prefix_attn.records import HeadConfig
+from sgl_prefix_attn.plan.profit import choose_packing
+from sgl_prefix_attn.records import STRATEGIES, HeadConfig
 from tests.support.examples import examples
 from tests.support.forests import bytes_only, kernel_costs, path_table, path_tables
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from sgl_prefix_attn.execute.full_attention import full_attention
 from sgl_prefix_attn.execute.params import Capacity
 from sgl_prefix_attn.kernels import words as W
-from sgl_prefix_attn.plan.profit import STRATEGIES
-from sgl_prefix_attn.records import HeadConfig, PlanTooLarge
+from sgl_prefix_attn.records import STRATEGIES, HeadConfig, PlanTooLarge
 from tests.support.examples import examples
 from tests.support.forests import path_table, path_tables, planner, random_paths
 from tests.support.problems import assert_attention, make_problem, plain_attention

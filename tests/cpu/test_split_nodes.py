@@ -21,8 +21,7 @@ from sgl_prefix_attn.plan import cut_time, search, serialize, split_nodes, tiles
 from sgl_prefix_attn.plan.cut_time import PortableRates
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.planner import Planner
-from sgl_prefix_attn.plan.profit import STRATEGIES
-from sgl_prefix_attn.records import HeadConfig
+from sgl_prefix_attn.records import STRATEGIES, HeadConfig
 from tests.cpu.test_tiles import HEADS, check_output, loaded
 from tests.support.examples import chosen, examples
 from tests.support.forests import PROFIT_LENGTHS, chain, path_table, path_tables, random_paths

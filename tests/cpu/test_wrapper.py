@@ -11,8 +11,7 @@ import sgl_prefix_attn
 from sgl_prefix_attn.api import wrapper as api
 from sgl_prefix_attn.execute.backends.torch_backend import TorchBackend
 from sgl_prefix_attn.execute.lse import Lse
-from sgl_prefix_attn.plan.profit import STRATEGIES
-from sgl_prefix_attn.records import HeadConfig
+from sgl_prefix_attn.records import STRATEGIES, HeadConfig
 from tests.support.examples import examples
 from tests.support.forests import path_table, path_tables
 from tests.support.problems import assert_attention, make_problem
