@@ -36,9 +36,11 @@ def add_parser(commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return exit status 0 when the backend can work, FAILED when it could not. Raises ValueError
-    for a model that cannot be read."""
+    for a model that cannot be read, and for --tp without one."""
     warnings.simplefilter("ignore")  # SGLang's imports warn about kernels this machine cannot run
     model = args.model
+    if model is None and args.tp != 1:
+        raise ValueError("--tp: only with --model")
     if model is not None:
         with contextlib.suppress(NotSaid):
             config_and_heads(model, args.tp)  # before the seconds that the rest takes
@@ -47,7 +49,9 @@ def run(args: argparse.Namespace) -> int:
     with busy("looking at this machine, and importing SGLang"):
         facts = gather()
         checks = run_checks(facts)
-        if model is not None:
+        if model is not None and facts.sglang_error:
+            checks.append(Check("model", WARN, "not looked at without SGLang"))
+        elif model is not None:
             checks.append(check_model(model, args.tp, facts.gpu))
     if args.json:
         report = {"ok": works(checks), "checks": [asdict(check) for check in checks]}

@@ -129,6 +129,10 @@ def check_hooks(facts: Facts) -> Iterator[Check]:
     if facts.sglang is None:
         yield Check("hooks", WARN, "not looked at without SGLang")
         return
+    if facts.sglang_error:
+        fix = "correct what the error names; it is SGLang's own, or of a package that it imports"
+        yield Check("hooks", FAIL, f"SGLang cannot be imported: {facts.sglang_error}", fix)
+        return
     for hook in facts.hooks:
         name = f"hook {hook.module}"
         if hook.module in CPU_HOOKS and not on_cpu_platform(facts):

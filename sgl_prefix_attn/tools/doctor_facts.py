@@ -41,6 +41,7 @@ class Facts:
 
     env       the variables of SGLang and the plugin, and CC
     sglang, versions  of SGLang and of PACKAGES; None where one is not installed
+    sglang_error  why SGLang cannot be imported, "" if it can
     plugins   what SGLang would load under our entry point's name
     gpu, arch  the first one's name, "" without any, and (major, minor)
     models    which ones the kernels of the device run
@@ -54,6 +55,7 @@ class Facts:
     env: dict[str, str]
     sglang: str | None
     versions: dict[str, str | None]
+    sglang_error: str = ""
     plugins: tuple[EntryPoint, ...] = ()
     hooks: tuple[Hook, ...] = ()
     gpu: str = ""
@@ -77,17 +79,18 @@ def gather() -> Facts:
     row = releases.match(sglang) if sglang else None
     release = row.release if row else releases.RELEASES[-1]
     # Before the hooks, some of which import what SGLang's own start imports in another order.
-    _tried(lambda: importlib.import_module("sglang.srt.server_args"), str)
+    sglang_error = _tried(lambda: importlib.import_module("sglang.srt.server_args") and "", str)
     return Facts(
         python=sys.version_info[:2],
         env=env,
         sglang=sglang,
         versions={name: _version(name) for name in PACKAGES},
+        sglang_error=sglang_error,
         plugins=tuple(
             EntryPoint(e.value, e.dist.name if e.dist else "?")
             for e in metadata.entry_points(group="sglang.srt.plugins", name=PLUGIN)
         ),
-        hooks=tuple(map(_hook, (*release.hooks, *release.cpu_hooks))),
+        hooks=() if sglang_error else tuple(map(_hook, (*release.hooks, *release.cpu_hooks))),
         gpu=gpu,
         arch=arch,
         compiler=_compiler(),

@@ -78,7 +78,7 @@ def _read(path: Path) -> tuple[Path, dict[str, Any]]:
     except OSError as error:
         raise ValueError(
             f"--model: cannot read {file} ({error.strerror}); it must be a folder with a "
-            "config.json, or that file: or use --heads and --head-dim"
+            "config.json, or that file; `explain`, `analyze` and `calibrate` take --heads, too"
         ) from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"--model: {file} is no JSON: {error}") from None

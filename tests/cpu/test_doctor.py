@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -81,6 +82,7 @@ FAULTS = {
     "other platform": (gpu(env={"SGLANG_PLATFORM": "vendor"}), "plugin filters"),
     "bad value": (gpu(env={"PREFIX_ATTN_STRATEGY": "best"}), "settings"),
     "unknown variable": (gpu(env={"PREFIX_ATTN_SPEED": "1"}), "settings"),
+    "an import of SGLang's": (gpu(sglang_error="RuntimeError: x", hooks=()), "hooks"),
     "hook target gone": (gpu(hooks=(GONE,)), "hook batch_requests"),
     "CPU hook target gone": (cpu(hooks=(CPU_GONE,)), "hook cpu_last_loc"),
     "no device": (cpu(env={}), "device"),
@@ -325,3 +327,17 @@ def test_the_table_names_what_fails_and_the_fix(monkeypatch, capsys):
     text = capsys.readouterr().out
     assert "plugin entry point" in text and "pip install sgl-prefix-attn" in text
     assert "cannot work here" in text
+
+
+@pytest.mark.parametrize("sglang", [None, "0.5.23"], ids=["not installed", "broken"])
+def test_a_model_is_not_looked_at_without_sglang(sglang, monkeypatch, capsys, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    facts = gpu(sglang=sglang, sglang_error="ImportError: x", hooks=())
+    monkeypatch.setattr(doctor, "gather", lambda: facts)
+    assert main.main(["doctor", "--model", str(tmp_path)]) == 1
+    assert re.search(r"model +not looked at without SGLang", capsys.readouterr().out)
+
+
+def test_ranks_are_those_of_a_model(capsys):
+    assert main.main(["doctor", "--tp", "2"]) == 2
+    assert "--tp: only with --model" in capsys.readouterr().err

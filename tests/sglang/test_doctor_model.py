@@ -225,7 +225,7 @@ def test_a_folder_without_a_config_is_an_error_before_the_machine_is_looked_at(
     error = capsys.readouterr().err
     assert "cannot read" in error and "looking" not in error
     write_tiny_llama(tmp_path)
-    monkeypatch.setattr(doctor, "gather", lambda: SimpleNamespace(gpu=""))
+    monkeypatch.setattr(doctor, "gather", lambda: SimpleNamespace(gpu="", sglang_error=""))
     monkeypatch.setattr(doctor, "run_checks", lambda facts: [])
     monkeypatch.setattr(doctor, "check_model", lambda *_: Check("model", WARN, "runs fa3"))
     assert main.main(command) == 0
