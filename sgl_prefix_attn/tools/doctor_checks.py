@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from sgl_prefix_attn.execute.backends.family import HOPPER
 from sgl_prefix_attn.plugin.versions import RELEASES, SUPPORTED, install_command, match, newest_for
+from sgl_prefix_attn.records import FLASHINFER
 from sgl_prefix_attn.settings import CPU_PLATFORM, VARIABLE_PREFIX, Settings
 from sgl_prefix_attn.tools.doctor_facts import PLUGIN, Facts, chosen_family
 
@@ -117,9 +118,12 @@ def check_plugin_filters(facts: Facts) -> Verdict:
 def check_settings(facts: Facts) -> Verdict:
     """Check PREFIX_ATTN_*: an unknown variable or a bad value stops the server at start."""
     try:
-        Settings.from_env(facts.env)
+        settings = Settings.from_env(facts.env)
     except ValueError as error:
         return FAIL, str(error), f"correct or unset what is named here: {error}"
+    if settings.fallback == FLASHINFER and not facts.gpu:
+        name = f"{VARIABLE_PREFIX}FALLBACK"
+        return FAIL, f"{name}={FLASHINFER}, which runs on GPUs alone", f"unset {name}"
     given = sorted(name for name in facts.env if name.startswith(VARIABLE_PREFIX))
     return OK, ", ".join(f"{name}={facts.env[name]}" for name in given) or "defaults"
 

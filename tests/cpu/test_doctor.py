@@ -81,6 +81,7 @@ FAULTS = {
     "platform excluded": (cpu(env=CPU | {"SGLANG_PLUGINS": "prefix_attn"}), "plugin filters"),
     "other platform": (gpu(env={"SGLANG_PLATFORM": "vendor"}), "plugin filters"),
     "bad value": (gpu(env={"PREFIX_ATTN_STRATEGY": "best"}), "settings"),
+    "FlashInfer on a CPU": (cpu(env=CPU | {"PREFIX_ATTN_FALLBACK": "flashinfer"}), "settings"),
     "unknown variable": (gpu(env={"PREFIX_ATTN_SPEED": "1"}), "settings"),
     "an import of SGLang's": (gpu(sglang_error="RuntimeError: x", hooks=()), "hooks"),
     "hook target gone": (gpu(hooks=(GONE,)), "hook batch_requests"),
