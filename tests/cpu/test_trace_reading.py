@@ -207,6 +207,7 @@ def test_a_stray_line_of_a_log_makes_no_log_of_a_trace():
         (b"{", "no JSON"),
         (b"\xff\xfe", "no JSON"),
         (b"[1]", "no JSON object"),
+        (b"TIMESTAMP,ContextTokens,GeneratedTokens", "no JSON but CSV"),
         (b"{}", "it has none of hash_ids, body, messages, conversations, prompt"),
         (b'{"conversations": [{"content": "a"}]}', "no prompt and answer"),
         (b'{"conversations": 5}', "no prompt and answer"),

@@ -57,6 +57,8 @@ def parse(line: bytes | Any, options: Options = DEFAULTS) -> Request:
     try:
         return _parse_row(orjson.loads(line), options)
     except orjson.JSONDecodeError as error:
+        if b"," in line and b"{" not in line:
+            raise ValueError("no JSON but CSV, which does not tell what prompts share") from None
         raise ValueError(f"no JSON: {error}") from None
 
 
