@@ -59,7 +59,14 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 def several(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
     """Make a parser of lists of them, separated by commas."""
-    return lambda text: [kind(part) for part in text.split(",")]
+
+    def parse(text: str) -> list[T]:
+        try:
+            return [kind(part) for part in text.split(",")]
+        except ValueError as error:  # of which argparse would name this function alone
+            raise ArgumentTypeError(str(error)) from None
+
+    return parse
 
 
 def json_object(text: str) -> dict:

@@ -40,15 +40,19 @@ def gain(paths: PathTable, heads: HeadConfig) -> float:
     return fastest(False) / fastest(True)
 
 
+def _heads(text: str) -> HeadConfig:
+    return HeadConfig(*parse_heads(text), _HEAD_DIM)
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.split_gains", description=__doc__)
-    parser.add_argument("--heads", type=several(parse_heads), default="32/8,64/8,16/8,8/1")
+    parser.add_argument("--heads", type=several(_heads), default="32/8,64/8,16/8,8/1")
     parser.add_argument("--json", type=output, metavar="OUT")
     args = parser.parse_args(argv)
     drawn = [batch.paths for batch in draw(_SEED, _BATCHES, _POOL_TOKENS)]
     sets = {"20 trees": [Tree.parse(text).paths() for text in PAT20], "random batches": drawn}
     rows = []
-    for heads in (HeadConfig(*pair, _HEAD_DIM) for pair in args.heads):
+    for heads in args.heads:
         for name, batches in sets.items():
             gains = [gain(paths, heads) for paths in batches]
             row = {

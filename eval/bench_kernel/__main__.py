@@ -101,6 +101,8 @@ def _parse(argv: list[str]):
     parser.add_argument("--fasttree-path", metavar="DIR", help="checkout of FastTree-Artifact")
     parser.add_argument("--pat-path", metavar="DIR", help="built checkout of PAT")
     args = parser.parse_args(argv)
+    if args.behind_products and args.device.type == "cpu":
+        parser.error("--behind-products needs a GPU, whose kernels its profiler times")
     try:
         names = args.providers.split(",")
         providers = make_providers(names, args.fasttree_path, args.pat_path)
