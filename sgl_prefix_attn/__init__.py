@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from sgl_prefix_attn.api.wrapper import PrefixAttentionWrapper
     from sgl_prefix_attn.execute.lse import Lse
 
-__version__ = "0.1.2"
+__version__ = "0.2.0.dev0"  # of the next release
 
 __all__ = ["Lse", "PrefixAttentionWrapper", "__version__"]
 
