@@ -30,7 +30,7 @@ def judge_engines(page_size: int, subject: Subject, home: Path, args) -> Iterato
                 if dump.is_open(dumps):
                     raise EngineError(
                         f"{backend}, {name}: its {len(requests)} requests never ran together for "
-                        f"{dump.STEP} steps; more --new-tokens may help"
+                        f"{dump.STEP} steps; a larger --scale or more --new-tokens may help"
                     )
         for name in subject.requests:
             for layer in layers:
