@@ -53,11 +53,8 @@ def is_log_line(line: bytes) -> bool:
 def is_finished(line: bytes) -> bool:
     """Tell whether a line is about a request that has finished, and that somebody asked for."""
     head = line[:600]
-    if _PROBE.search(head):
-        return False
-    if b'"request.finished"' in head:
-        return True
-    return b"Finish: obj=GenerateReqInput(" in head and not head.startswith(b"{")
+    is_text = b"Finish: obj=GenerateReqInput(" in head and not head.startswith(b"{")
+    return (is_text or b'"request.finished"' in head) and not _PROBE.search(head)
 
 
 def parse(line: bytes) -> Logged | None:
