@@ -84,12 +84,12 @@ def main(argv: list[str]) -> int:
     try:
         workloads = [Workload.parse(text) for text in args.workloads.split(";")]
         providers = pick(args.providers.split(","), PROVIDERS)
+        configs = [HeadConfig(*sizes, args.head_dim) for sizes in args.heads]
     except ValueError as error:
         parser.error(str(error))
     meta = provenance.collect("eval.bench_multi_token", argv, device=str(args.device))
     rows: list[dict] = []
-    for sizes in args.heads:
-        heads = HeadConfig(*sizes, args.head_dim)
+    for heads in configs:
         for workload in workloads:
             tree, tokens = workload
             case = build_case(tree, heads, 1, DTYPE, args.device, tokens=tokens)

@@ -12,7 +12,7 @@ import orjson
 import pytest
 import torch
 
-from eval import bench_plan, dummy_engine, report, split_gains
+from eval import bench_multi_token, bench_plan, dummy_engine, report, split_gains
 from eval.bench_engine import __main__ as bench_engine
 from eval.bench_engine import decode_times, host_times
 from eval.bench_engine.workloads import NAMED, workload
@@ -90,6 +90,7 @@ ON_CPU = ["--device", "cpu"]
         (bench_kernel, [*ON_CPU, "--trees", "1_"], "'1_'"),
         (bench_kernel, [*ON_CPU, "--page-size", "0"], "--page-size"),
         (bench_kernel, [*ON_CPU, "--behind-products"], "needs a GPU"),
+        (bench_multi_token, [*ON_CPU, "--heads", "5/2"], "num_qo_heads (5) must be a multiple"),
         (split_gains, ["--heads", "5/2"], "--heads: num_qo_heads (5) must be a multiple"),
         (split_gains, ["--heads", "8"], "like 32/8, got '8'"),
         (bench_engine, [*ON_CPU, "--engine-arguments", "[1]"], "--engine-arguments"),
