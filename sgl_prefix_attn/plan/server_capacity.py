@@ -1,7 +1,5 @@
-"""How large a server's workspace is: enough for the plans of whatever it may be asked to run.
-
-In the widest tiles every batch fits; the planner takes them before a step goes to stock kernels.
-"""
+"""How large a server's workspace is. Where a plan is too large for it the planner takes wider
+tiles, before a step goes to stock kernels; aligned plans of any batch fit in the widest."""
 
 from __future__ import annotations
 
@@ -36,9 +34,8 @@ def usual_capacity(
     """Return enough for the widest tiles to read every slot as often as there are tiles that may
     read it, up to _READS times or _LEAST_READS in all.
 
-    Headroom and unfilled blocks for every request, and six runs of KV per request on average. Where
-    nodes are split off, as many as there are requests, and _PLACES partial results per request on
-    average.
+    Besides, headroom, unfilled blocks and on average six runs of KV for every request. Where nodes
+    are split off, an item more and on average _PLACES partial results for each.
     """
     parts = _parts_of_all_ctas(heads, num_sms)
     items = most.queries + parts

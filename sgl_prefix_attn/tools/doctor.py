@@ -49,10 +49,12 @@ def run(args: argparse.Namespace) -> int:
     with busy("looking at this machine, and importing SGLang"):
         facts = gather()
         checks = run_checks(facts)
-        if model is not None and facts.sglang_error:
-            checks.append(Check("model", WARN, "not looked at without SGLang"))
-        elif model is not None:
-            checks.append(check_model(model, args.tp, facts.gpu))
+        if model is not None:
+            checks.append(
+                Check("model", WARN, "not looked at without SGLang")
+                if facts.sglang_error
+                else check_model(model, args.tp, facts.gpu)
+            )
     if args.json:
         report = {"ok": works(checks), "checks": [asdict(check) for check in checks]}
         print(orjson.dumps(report, option=orjson.OPT_INDENT_2).decode())
