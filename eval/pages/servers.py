@@ -15,9 +15,8 @@ FILES = {
     "serving_h200": "H200", "serving_rates_h200": "H200", "serving_loads_h200": "H200",
     "serving_h100": "H100 A", "serving_loads_h100": "H100 B", "serving_rates_h100": "H100 C",
     "serving_interval_h100": "H100 D, ten tokens at a time", "serving_repeated_h100": "H100 E",
-    "serving_h200_again": "H200 B, a slow host", "serving_h200_c": "H200 C",
-    "serving_h200_d": "H200 D, a slow host", "serving_h200_d_again": "H200 D, other servers",
-    "serving_h200_e4m3": "H200 D, KV of e4m3",
+    "serving_h200_c": "H200 C", "serving_h200_d": "H200 D, a slow host",
+    "serving_h200_d_again": "H200 D, other servers", "serving_h200_e4m3": "H200 D, KV of e4m3",
 }  # fmt: skip
 README_ROWS = (
     ("serving_h200", "gsp", "32 groups of 16 prompts with 2048 tokens in common"),
@@ -53,8 +52,9 @@ def readme() -> str:
     return (
         f"{table(columns, lines)}\n\n"
         "Output tokens/s of one server, all requests at once; the factor is over the best SGLang "
-        f"backend. Two servers of one backend differ by up to {100 * spread:.1f} %: less than that "
-        f"is no difference. {source(*dict.fromkeys(row[0] for row in README_ROWS))}"
+        f"backend. Two servers of one backend differ by up to {100 * spread:.1f} % (less is no "
+        "difference), and by more where [streaming sets the pace](eval/results/servers.md). "
+        f"{source(*dict.fromkeys(row[0] for row in README_ROWS))}"
     )
 
 
@@ -72,15 +72,17 @@ def loads():
                 continue
             served = {backend: _tokens(own) for backend, own in backends.items()}
             stock = max((served[backend] for backend in STOCK if backend in served), default=0)
-            cells = (f"{served[b]:.0f}" if b in served else "-" for b in (*STOCK, "prefix"))
+            each = (*STOCK, "prefix")
+            cells = (f"{served[b]:.0f}" if b in served else "-" for b in each)
             ratios = (f"{served['prefix'] / of:.2f}" if of else "-"
                       for of in (served.get("default"), stock))  # fmt: skip
             steps = median(backends["prefix"], lambda row: row["prefix_share"])
             tpot = _over_default(backends, "tpot_ms", "p50")
             cached = ", ".join(
                 f"{median(backends[b], lambda row: row['cached_share']):.0%}"
-                for b in (*STOCK, "prefix") if b in backends
-            )  # fmt: skip
+                for b in each
+                if b in backends
+            )
             yield _title(load, rate), machine, *cells, *ratios, tpot, cached, f"{steps:.0%}"
 
 
