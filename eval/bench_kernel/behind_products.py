@@ -1,6 +1,6 @@
 """Times of attention as it runs in a model: behind the products, norms and activation of a layer,
-which have replaced what was in the L2 cache and, being many kernels, in the SMs' instruction
-caches. Products alone would leave most of the kernel's code there (docs/kernel-log.md).
+which have replaced what was in the L2 cache and, being many kernels, some of the code in the SMs'
+instruction caches (docs/kernel-log.md).
 
 The profiler tells the kernels apart. To time both and take products alone off would charge
 attention for what it does to the products' caches.

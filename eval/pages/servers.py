@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from statistics import geometric_mean
 
 from eval.bench_agents.agent_tables import wall_ratios
-from eval.bench_serving.rates import OFFLINE
+from eval.bench_serving.rates import ALL_AT_ONCE, OFFLINE
 from eval.bench_serving.serving_row import by_run, latency, median
 from eval.markdown import table
 from eval.pages.results import gpu_of, page_table, place, rows, source
 
-# Label of a machine -> its files: servers of one machine have the same host.
-FILES = {
-    "serving_h200": "H200", "serving_rates_h200": "H200", "serving_loads_h200": "H200",
-    "serving_h100": "H100 A", "serving_loads_h100": "H100 B", "serving_rates_h100": "H100 C",
-    "serving_interval_h100": "H100 D, ten tokens at a time", "serving_repeated_h100": "H100 E",
-    "serving_h200_c": "H200 C", "serving_h200_d": "H200 D, a slow host",
-    "serving_h200_d_again": "H200 D, other servers", "serving_h200_e4m3": "H200 D, KV of e4m3",
-}  # fmt: skip
-README_ROWS = (
-    ("serving_h200", "gsp", "32 groups of 16 prompts with 2048 tokens in common"),
-    ("serving_h100", "gsp", "the same"),
-    ("serving_h200", "grpo16", "16 samples of each of 16 prompts"),
-    ("serving_loads_h100", "grpo16", "the same, on a slow host"),
-    ("serving_h200", "fewshot", "128 questions after 6000 tokens of examples"),
-    ("serving_h200", "conversation", "384 users below a system prompt of three levels"),
-    ("serving_rates_h100", "conversation", "the same"),
-    ("serving_h200", "agent", "160 requests below 16 tool prompts"),
-    ("serving_h200", "unshared", "192 prompts with nothing in common"),
+# Files of one commit and machine, which has one host; and the machine's label.
+LATEST = ("serving_h200_e", "serving_h200_offline")
+FILES: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("serving_h200",), "H200"),
+    (("serving_rates_h200",), "H200"),
+    (("serving_loads_h200",), "H200"),
+    (("serving_h100",), "H100 A"),
+    (("serving_loads_h100",), "H100 B"),
+    (("serving_rates_h100",), "H100 C"),
+    (("serving_interval_h100",), "H100 D, ten tokens at a time"),
+    (("serving_repeated_h100",), "H100 E"),
+    (("serving_h200_c",), "H200 C"),
+    (("serving_h200_d",), "H200 D, a slow host"),
+    (("serving_h200_e4m3",), "H200 D, KV of e4m3"),
+    (LATEST, "H200 E, a slow host"),
+)
+README_ROWS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
+    (LATEST, "gsp", OFFLINE, "32 groups of 16 prompts with 2048 tokens in common"),
+    (LATEST, "gsp", ALL_AT_ONCE, "the same, streamed by a slow host"),
+    (("serving_h100",), "gsp", ALL_AT_ONCE, "the same, streamed"),
+    (LATEST, "grpo16", OFFLINE, "16 samples of each of 16 prompts"),
+    (("serving_loads_h100",), "grpo16", ALL_AT_ONCE, "the same, streamed by a slow host"),
+    (LATEST, "fewshot", OFFLINE, "128 questions after 6000 tokens of examples"),
+    (LATEST, "conversation", OFFLINE, "384 users below a system prompt of three levels"),
+    (LATEST, "agent", ALL_AT_ONCE, "160 requests below 16 tool prompts, streamed"),
+    (LATEST, "unshared", ALL_AT_ONCE, "192 prompts with nothing in common, streamed"),
 )
 ROUTING = "routing_h200_x2"
 STARTS = ("serving_h200", "serving_loads_h100", "serving_repeated_h100")
@@ -37,38 +46,47 @@ STOCK = tuple(TITLES)
 
 def readme() -> str:
     """Output tokens/s of the default, of the best stock backend and of prefix."""
-    spread = _spread()
+    repeated = by_run(rows("serving_repeated_h100"))
+    usual = max(
+        _apart(own)
+        for (_, rate), backends in repeated.items()
+        if rate == ALL_AT_ONCE
+        for own in backends.values()
+    )
     lines = []
-    for name, load, title in README_ROWS:
-        served = {backend: _tokens(own) for backend, own in by_run(rows(name))[load, "inf"].items()}
+    for names, load, rate, title in README_ROWS:
+        backends = by_run(_rows(names))[load, rate]
+        served = {backend: _tokens(own) for backend, own in backends.items()}
         stock = {backend: served[backend] for backend in STOCK if backend in served}
         best = max(stock, key=lambda backend: stock[backend])
         gain = served["prefix"] / stock[best]
-        verdict = "no difference" if abs(gain - 1) < spread else f"{gain:.2f}x"
-        lines.append((title, place(name), f"{served['default']:,.0f}",
+        apart = _gap(backends["prefix"], backends[best])
+        verdict = "no difference" if apart < usual else f"{gain:.2f}x"
+        lines.append((title, place(names[0]), f"{served['default']:,.0f}",
                       f"{stock[best]:,.0f} ({TITLES[best]})",
                       f"{served['prefix']:,.0f} ({verdict})"))  # fmt: skip
     columns = ("load", "measured on", "SGLang's default", "best SGLang backend", "prefix")
     return (
         f"{table(columns, lines)}\n\n"
-        "Output tokens/s of one server, all requests at once; the factor is over the best SGLang "
-        f"backend. Two servers of one backend differ by up to {100 * spread:.1f} % (less is no "
-        "difference), and by more where [streaming sets the pace](eval/results/servers.md). "
-        f"{source(*dict.fromkeys(row[0] for row in README_ROWS))}"
+        "Output tokens/s of one server (the median of two, where two ran), all requests at once, "
+        "each answer in one piece unless streamed; the factor is over the best SGLang backend. Two "
+        f"servers of one backend differ by up to {100 * usual:.1f} % on a fast host (less is no "
+        "difference), and by more on [a slow one](eval/results/servers.md). "
+        f"{source(*dict.fromkeys(chain.from_iterable(row[0] for row in README_ROWS)))}"
     )
 
 
 @page_table(
     "load | machine | default | flashinfer | prefix | over default | over the better | "
-    "TPOT p50 over default | cached | prefix steps",
-    *FILES,
+    "starts differ by | TPOT p50 over default | cached | prefix steps",
+    *chain.from_iterable(names for names, _ in FILES),
 )
 def loads():
-    """All loads sent at once, or offline: output tokens/s, the time per token, and the share of
-    prompts' tokens that each backend had cached."""
-    for name, machine in FILES.items():
-        for (load, rate), backends in by_run(rows(name)).items():
-            if rate not in ("inf", OFFLINE):
+    """All loads sent at once, or offline: output tokens/s and how far two servers of one backend
+    are apart, the time per token, and the share of prompts' tokens that each backend had cached."""
+    for names, machine in FILES:
+        for (load, rate), backends in by_run(_rows(names)).items():
+            if rate not in (ALL_AT_ONCE, OFFLINE):
                 continue
             served = {backend: _tokens(own) for backend, own in backends.items()}
             stock = max((served[backend] for backend in STOCK if backend in served), default=0)
@@ -83,17 +101,19 @@ def loads():
                 for b in each
                 if b in backends
             )
-            yield _title(load, rate), machine, *cells, *ratios, tpot, cached, f"{steps:.0%}"
+            spreads = (f"{_apart(backends[b]):.1%}" for b in each if len(backends.get(b, [])) > 1)
+            yield (_title(load, rate), machine, *cells, *ratios, ", ".join(spreads) or "-", tpot,
+                   cached, f"{steps:.0%}")  # fmt: skip
 
 
 def rates() -> str:
     """Loads at a share of what the default serves: times over the default's."""
     lines, files = [], []
-    for name, machine in FILES.items():
-        for (load, rate), backends in by_run(rows(name)).items():
+    for names, machine in FILES:
+        for (load, rate), backends in by_run(_rows(names)).items():
             if not rate.endswith("%"):
                 continue
-            files.append(name)
+            files += names
             asked = backends["default"][0]["asked_requests_per_s"]
             times = (_over_default(backends, *of) for of in
                      (("ttft_ms", "p50"), ("tpot_ms", "p50"), ("tpot_ms", "p99")))  # fmt: skip
@@ -167,11 +187,23 @@ def _over_default(backends: dict[str, list[dict]], metric: str, at: str) -> str:
     return "-" if own is None or stock is None else f"{own / stock:.2f}"
 
 
-def _spread() -> float:
-    """Return by how much two servers of one backend differ in output tokens/s, at most."""
-    return max(
-        max(tokens) / min(tokens) - 1
-        for (_, rate), backends in by_run(rows("serving_repeated_h100")).items()
-        if rate == "inf"
-        for tokens in ([row["output_tokens_per_s"] for row in own] for own in backends.values())
-    )
+def _rows(names: tuple[str, ...]) -> list[dict]:
+    return [row for name in names for row in rows(name)]
+
+
+def _apart(own: list[dict]) -> float:
+    """Return by how much the fastest of some servers exceeds the slowest in output tokens/s."""
+    slowest, fastest = _range(own)
+    return fastest / slowest - 1
+
+
+def _gap(some: list[dict], others: list[dict]) -> float:
+    """Return by how much all servers of the faster kind exceed all of the other; negative where
+    neither is faster throughout."""
+    (low, high), (other_low, other_high) = _range(some), _range(others)
+    return max(low / other_high, other_low / high) - 1
+
+
+def _range(own: list[dict]) -> tuple[float, float]:
+    tokens = [row["output_tokens_per_s"] for row in own]
+    return min(tokens), max(tokens)
