@@ -18,6 +18,10 @@ _FIGURES = {"mean": "mean", "p50": "median", "p99": "p99"}
 _BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 _KV_BYTES = "sglang:prefix_attn_kv_bytes_total"
 _PLAN_SECONDS = "sglang:prefix_attn_plan_seconds_total"
+# Requests, and tokens/s of the steps since such a line before.
+_DECODE_LINE = re.compile(
+    r"Decode batch.*#running-req: (\d+),.*gen throughput \(token/s\): ([\d.]+)"
+)
 
 
 def row(report: dict, wanted: list[int], grown: Counters, log: str) -> dict:
@@ -30,7 +34,8 @@ def row(report: dict, wanted: list[int], grown: Counters, log: str) -> dict:
 
     Times in ms. `cached_share` is of prompt tokens; `steps` our decode steps by variant and reason,
     {} without the plugin; `kv_bytes` those of decode attention, over all layers; `attention` the
-    backends of SGLang's own flags, where it filled in what it picked; `pool_tokens` the KV slots.
+    backends of SGLang's own flags, where it filled in what it picked; `pool_tokens` the KV slots;
+    `step_ms` a decode step of as many requests as ran at most, as the server's log tells it.
     """
     cache = report["cache_report"]
     about = report["server_info"] or {}  # a router has none of its servers'
@@ -53,6 +58,7 @@ def row(report: dict, wanted: list[int], grown: Counters, log: str) -> dict:
         },
         "cached_share": cache["total_cached_tokens"] / max(1, cache["total_prompt_tokens"]),
         "peak_running": max(map(int, re.findall(r"#running-req: (\d+)", log)), default=None),
+        "step_ms": _step_ms(log),
         "steps": steps,
         "prefix_share": prefix_share(steps),
         "kv_bytes": by_labels(grown, _KV_BYTES, "kind"),
@@ -74,11 +80,22 @@ def text(row: dict) -> str:
             f"TTFT {row['ttft_ms']['p50']:.0f} ms",
             f"TPOT {row['tpot_ms']['p50']:.2f} ms (p99 {row['tpot_ms']['p99']:.2f})",
         ]
+    if row["step_ms"] is not None:
+        parts.append(f"step {row['step_ms']:.2f} ms")
     if row["prefix_share"] is not None:
         parts.append(f"prefix steps {row['prefix_share']:.0%}")
     if row["completed"] < row["sent"]:
         parts.append(f"{row['completed']} of {row['sent']} completed ({row['error']})")
     return ", ".join(parts)
+
+
+def _step_ms(log: str) -> float | None:
+    """Return the median time of the decode steps of as many requests as ran at most; None where the
+    log tells none. However slowly tokens are streamed, SGLang's scheduler does not wait for it."""
+    steps = [(int(running), float(rate)) for running, rate in _DECODE_LINE.findall(log)]
+    most = max((running for running, _ in steps), default=0)
+    found = [1e3 * running / rate for running, rate in steps if running == most and rate]
+    return statistics.median(found) if found else None
 
 
 def latency(row: dict, name: str, figure: str) -> float | None:

@@ -11,6 +11,7 @@ _FIGURES: tuple[tuple[str, Figure, str], ...] = (
     ("TTFT p50", lambda row: latency(row, "ttft_ms", "p50"), ".0f"),
     ("TPOT p50", lambda row: latency(row, "tpot_ms", "p50"), ".2f"),
     ("TPOT p99", lambda row: latency(row, "tpot_ms", "p99"), ".2f"),
+    ("step", lambda row: row.get("step_ms"), ".2f"),
 )
 
 

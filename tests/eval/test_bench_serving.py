@@ -238,9 +238,16 @@ def test_steps_and_bytes_are_what_the_counters_grew_by():
         ("sglang:prefix_attn_kv_bytes_total", (("kind", "unique"),)): 0.0,
     }
     log = "Prefill, #running-req: 9\nDecode batch, #running-req: 12, #token: 7"
+    assert serving_row.row(REPORT, [3], {}, log)["step_ms"] is None
+    for running, rate in ((12, 240.0), (12, 1200.0), (12, 600.0), (4, 9000.0), (12, 0.0)):
+        log += (
+            f"\n[2026-11-29 21:00:00 TP0] Decode batch, #running-req: {running}, #token: 77, "
+            f"cuda graph: True, gen throughput (token/s): {rate:.2f}, #queue-req: 0, "
+        )
     row = serving_row.row(REPORT | {"server_info": None}, [3], grown, log)
     assert row["steps"] == {"prefix:a": 3.0, "stock:b": 1.0} and row["prefix_share"] == 0.75
     assert row["kv_bytes"] == {"read": 10.0} and row["peak_running"] == 12
+    assert row["step_ms"] == 20.0 and "step 20.00 ms" in serving_row.text(row)
 
 
 def row_of(backend, tpot, alternation=0, rate="inf", **changes):
@@ -249,7 +256,7 @@ def row_of(backend, tpot, alternation=0, rate="inf", **changes):
     return rates | {
         "backend": backend, "load": "gsp", "rate": rate, "alternation": alternation,
         "asked_requests_per_s": None if rate == "inf" else 17.525,
-        "sent": 10, "completed": 10, "cached_share": 0.5, "prefix_share": None,
+        "sent": 10, "completed": 10, "step_ms": 20.0, "cached_share": 0.5, "prefix_share": None,
         **dict.fromkeys(serving_row.LATENCIES, figures), **changes,
     }  # fmt: skip
 
@@ -277,10 +284,13 @@ def test_the_report_has_ratios_to_the_first_backend(table):
     ]
     text = table(rows)
     assert "medians over servers; in brackets the ratio to default" in text
-    assert "| gsp | inf | default | 4167 | 25 | 25.00 | 50.00 | 50% | - | all |" in text
+    assert "| gsp | inf | default | 4167 | 25 | 25.00 | 50.00 | 20.00 | 50% | - | all |" in text
     ratio = "(0.380)"  # 9.5 / 25
     times = f"10 {ratio} | 9.50 {ratio} | 19.00 {ratio}"
-    assert f"| gsp | inf | prefix | 10556 (2.533) | {times} | 50% | 90% | 19 of 20 |" in text
+    assert (
+        f"| gsp | inf | prefix | 10556 (2.533) | {times} | 20.00 (1.000) | 50% | 90% | 19 of 20 |"
+        in text
+    )
     assert "| gsp | 17.5/s (70%) | prefix | 20000 | 5 | 5.00 | 10.00 |" in text
     whole = dict.fromkeys(serving_row.OF_STREAMS)
     offline = [row_of(b, 20.0, rate="offline", asked_requests_per_s=None, **whole)
