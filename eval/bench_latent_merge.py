@@ -26,7 +26,7 @@ from eval.cli_values import benchmark, several
 from eval.markdown import table
 from sgl_prefix_attn.execute.backends.choice import why_no_hopper
 from sgl_prefix_attn.kernels import words as W
-from sgl_prefix_attn.plan.serialize import Plan
+from sgl_prefix_attn.plan.plan import Plan
 from sgl_prefix_attn.records import HeadConfig
 from sgl_prefix_attn.tools.argument_types import count
 from sgl_prefix_attn.tools.calibrate.timing import LayerTimer, medians_us

@@ -17,7 +17,7 @@ from sgl_prefix_attn.execute.lse import Lse
 from sgl_prefix_attn.execute.params import Capacity, LayerParams
 from sgl_prefix_attn.paths import block_tables as bt
 from sgl_prefix_attn.plan.forest import build_forest
-from sgl_prefix_attn.plan.serialize import Plan
+from sgl_prefix_attn.plan.plan import Plan
 from sgl_prefix_attn.plan.view import tile_views
 from sgl_prefix_attn.records import CALIBRATED, HeadConfig, PathTable
 

@@ -20,8 +20,8 @@ from sgl_prefix_attn.execute.self_test_process import (
     run_self_test,
 )
 from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.plan import Plan
 from sgl_prefix_attn.plan.planner import Planner
-from sgl_prefix_attn.plan.serialize import Plan
 from sgl_prefix_attn.predict.predictor import Predictor
 from sgl_prefix_attn.predict.record import Calibration, rates_of
 from sgl_prefix_attn.predict.startup import find_calibration, gpu_key

@@ -5,7 +5,7 @@ import torch
 
 from sgl_prefix_attn.execute.backends.kernel_backend import KernelBackend
 from sgl_prefix_attn.execute.params import Capacity, LayerParams
-from sgl_prefix_attn.plan.serialize import Plan
+from sgl_prefix_attn.plan.plan import Plan
 
 _UPLOAD_RING = 3  # with overlap scheduling an upload may still be queued when the next is written
 

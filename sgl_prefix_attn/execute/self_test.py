@@ -21,8 +21,8 @@ from sgl_prefix_attn.execute.params import Capacity, LayerParams
 from sgl_prefix_attn.execute.rounding import why_wrong
 from sgl_prefix_attn.execute.self_test_process import NOT_TRIED
 from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.plan import Plan
 from sgl_prefix_attn.plan.planner import Planner
-from sgl_prefix_attn.plan.serialize import Plan
 from sgl_prefix_attn.records import HeadConfig, PathTable
 
 # Three requests below a node; whole and partial blocks, shared and private.

@@ -13,13 +13,8 @@ from sgl_prefix_attn.jit import cached_njit
 from sgl_prefix_attn.kernels import words as W
 from sgl_prefix_attn.plan.aligned import AlignedCut, goes_on, whole_below, whole_columns
 from sgl_prefix_attn.plan.block_order import block_at, masked_sequence, sides_of
-from sgl_prefix_attn.plan.serialize import (
-    Plan,
-    make_key,
-    plan_of,
-    write_header,
-    write_segment,
-)
+from sgl_prefix_attn.plan.plan import Plan, plan_of
+from sgl_prefix_attn.plan.shared_words import make_key, write_header, write_segment
 from sgl_prefix_attn.plan.tiles import (
     B_BOTH,
     B_MASKED,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass
 
-from sgl_prefix_attn.plan.serialize import Plan
+from sgl_prefix_attn.plan.plan import Plan
 from sgl_prefix_attn.records import PlanTooLarge
 
 

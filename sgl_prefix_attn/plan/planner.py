@@ -16,9 +16,10 @@ from sgl_prefix_attn.plan.costs import CostModel
 from sgl_prefix_attn.plan.cut_time import KernelRates
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.leaves import LeafOrder, order_leaves
+from sgl_prefix_attn.plan.plan import Plan
 from sgl_prefix_attn.plan.profit import choose_packing
 from sgl_prefix_attn.plan.search import Search
-from sgl_prefix_attn.plan.serialize import Plan, serialize
+from sgl_prefix_attn.plan.serialize import serialize
 from sgl_prefix_attn.plan.split_nodes import Division
 from sgl_prefix_attn.plan.tiles import Cut
 from sgl_prefix_attn.records import CALIBRATED, STRATEGIES, Forest, HeadConfig, PathTable

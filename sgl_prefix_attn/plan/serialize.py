@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from sgl_prefix_attn.jit import cached_njit
@@ -14,6 +12,8 @@ from sgl_prefix_attn.plan.block_order import (
     order_blocks,
     sides_of,
 )
+from sgl_prefix_attn.plan.plan import Plan, places_of_tiles, plan_of
+from sgl_prefix_attn.plan.shared_words import make_key, write_header, write_segment
 from sgl_prefix_attn.plan.tiles import (
     B_BOTH,
     B_MASKED,
@@ -29,61 +29,7 @@ from sgl_prefix_attn.plan.tiles import (
     parts_of_queries,
     side_of,
 )
-from sgl_prefix_attn.records import Forest, PlanStats
-
-make_key = cached_njit(W.make_key)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One step as tiles of requests, in the words that kernels read.
-
-    words         int32 [...]  layout in kernels/words.py
-    num_blocks    blocks of slots and keys that the step needs, growth included
-    num_partial_tiles  partial results of tile_rows rows for each KV head, and
-    num_places    partial results of one query that are merged by query, that it needs
-    group_size    query heads a KV head
-    tile_rows     rows that a tile has room for
-    edge          int32 [.]  places of leaves (leaves.py) between which its tiles stand
-    tiles_age     steps since the search that found them
-    predicted_us  microseconds per layer, at that search
-    """
-
-    words: np.ndarray
-    batch_size: int
-    num_blocks: int
-    num_partial_tiles: int
-    num_places: int
-    group_size: int
-    tile_rows: int
-    longest: int
-    appends_left: int
-    stats: PlanStats
-    edge: np.ndarray
-    predicted_us: float
-    tiles_age: int = 0
-
-    @property
-    def num_index_slots(self) -> int:
-        """Count the entries of slots, and of keys."""
-        return self.num_blocks * W.BLOCK
-
-    @property
-    def num_partials(self) -> int:
-        """Partial rows of all query heads that hold the partial tiles and, behind them, places."""
-        return _places_of_tiles(self.num_partial_tiles, self.tile_rows, self.group_size) + (
-            self.num_places
-        )
-
-    @property
-    def num_items(self) -> int:
-        return int(self.words[W.H_NUM_ITEMS])
-
-    @property
-    def items(self) -> np.ndarray:
-        """View the ITEMs, int32 [num_items, words of one]."""
-        size = W.item_words(self.group_size, self.tile_rows)
-        return self.words[W.HEADER_WORDS :][: self.num_items * size].reshape(-1, size)
+from sgl_prefix_attn.records import Forest
 
 
 def serialize(forest: Forest, cut: Cut, group_size: int, headroom: int, tile_rows: int) -> Plan:
@@ -101,34 +47,6 @@ def serialize(forest: Forest, cut: Cut, group_size: int, headroom: int, tile_row
         group_size, headroom, tile_rows,
     )  # fmt: skip
     return plan_of(found, forest, cut, group_size, headroom, tile_rows)
-
-
-def plan_of(
-    found: tuple, forest: Forest, cut: Cut, group_size: int, headroom: int, tile_rows: int
-) -> Plan:
-    """Make the plan of a step that is cut so; found: words, num_blocks, num_partial_tiles,
-    num_places and longest of it."""
-    words, num_blocks, num_partial_tiles, num_places, longest = found
-    return Plan(
-        words=words,
-        batch_size=forest.tail_parent.size,
-        num_blocks=num_blocks,
-        num_partial_tiles=num_partial_tiles,
-        num_places=num_places,
-        group_size=group_size,
-        tile_rows=tile_rows,
-        longest=longest,
-        appends_left=headroom,
-        stats=cut.stats(forest),
-        edge=cut.edge,
-        predicted_us=cut.us,
-    )
-
-
-@cached_njit
-def _places_of_tiles(tiles, tile_rows, group):
-    """Places that partial tiles take up."""
-    return -(-tiles * tile_rows // group)
 
 
 @cached_njit
@@ -195,7 +113,7 @@ def _serialize(
     first_place = np.zeros(num_tiles, np.int64)
     if num_places:
         words[W.H_MERGES] = merges
-        first = _places_of_tiles(partial_tiles, tile_rows, group)
+        first = places_of_tiles(partial_tiles, tile_rows, group)
         _merge_table(words, merges, first, first_place, query, edge, parts, parts_of, by_query)
 
     item, rest, segment = 0, num_items * W.PRE, segments
@@ -320,25 +238,3 @@ def _merge_table(words, merges, first, first_place, query, edge, parts, parts_of
                     words[words[merges + row * W.MERGE_WORDS + W.M_PLACES] + filled[row]] = first
                     filled[row] += 1
                     first += 1
-
-
-@cached_njit
-def write_header(words, batch, num_items, headroom, tile_rows, order, growths, segments):
-    words[W.H_VERSION] = W.VERSION
-    words[W.H_BATCH] = batch
-    words[W.H_NUM_ITEMS] = num_items
-    words[W.H_HEADROOM] = headroom
-    words[W.H_TILE_ROWS] = tile_rows
-    words[W.H_ORDER] = order
-    words[W.H_GROWTHS] = growths
-    words[W.H_SEGMENTS] = segments
-
-
-@cached_njit
-def write_segment(words, w, order, column, request, start, length, key):
-    words[w + W.S_ORDER] = order
-    words[w + W.S_COLUMN] = column
-    words[w + W.S_REQUEST] = request
-    words[w + W.S_START] = start
-    words[w + W.S_LEN] = length
-    words[w + W.S_KEY] = key

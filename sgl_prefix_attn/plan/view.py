@@ -9,9 +9,9 @@ from itertools import pairwise
 import numpy as np
 
 from sgl_prefix_attn.kernels import words as W
+from sgl_prefix_attn.plan.plan import Plan
 from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.plan.schedule import Ticket, in_rounds
-from sgl_prefix_attn.plan.serialize import Plan
 from sgl_prefix_attn.records import Decision, Forest, HeadConfig
 
 MOST_ROWS = 24  # of nodes and tiles as text; large batches have hundreds

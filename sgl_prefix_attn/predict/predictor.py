@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from sgl_prefix_attn.plan.serialize import Plan
+from sgl_prefix_attn.plan.plan import Plan
 from sgl_prefix_attn.predict.record import Calibration
 from sgl_prefix_attn.predict.stock_time import stock_physical, stock_work
 

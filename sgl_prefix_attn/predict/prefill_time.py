@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sgl_prefix_attn.plan.serialize import Plan
+from sgl_prefix_attn.plan.plan import Plan
 from sgl_prefix_attn.records import HeadConfig
 
 # Rows of a tile, and above how many rows a request on average it is taken.

@@ -9,8 +9,8 @@ import numpy as np
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.paths.readers import reader_of
 from sgl_prefix_attn.paths.tree_reader import RunningBatch, TreeInvariantError, check_paths
+from sgl_prefix_attn.plan.plan import Plan
 from sgl_prefix_attn.plan.planner import Planner
-from sgl_prefix_attn.plan.serialize import Plan
 from sgl_prefix_attn.records import PREFIX, Decision, PathTable, PlanTooLarge
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.step.evaluate import Evaluation, TimePredictor, evaluate

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.plan import Plan
 from sgl_prefix_attn.plan.planner import Planner
-from sgl_prefix_attn.plan.serialize import Plan
 from sgl_prefix_attn.records import PREFIX, STOCK, Decision, PathTable, Prediction
 from sgl_prefix_attn.step.policy import BatchFacts, decide
 

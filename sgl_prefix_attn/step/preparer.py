@@ -15,8 +15,8 @@ from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.metrics.step_count import StepCount
 from sgl_prefix_attn.paths.readers import reader_of, unsupported_tree
 from sgl_prefix_attn.paths.tree_reader import RunningBatch
+from sgl_prefix_attn.plan.plan import Plan
 from sgl_prefix_attn.plan.planner import Planner
-from sgl_prefix_attn.plan.serialize import Plan
 from sgl_prefix_attn.records import PREFIX, STOCK, Decision, PathTable
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.step.batch_preparer import BatchPreparer

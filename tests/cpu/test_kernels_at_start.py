@@ -254,6 +254,7 @@ def test_a_verdict_is_for_its_versions_kernels_and_layers_alone(trying, caplog, 
         "execute/self_test.py",
         "plan/block_order.py",
         "plan/serialize.py",
+        "plan/shared_words.py",
     ],
 )
 def test_a_verdict_is_for_the_code_that_was_tried(name, monkeypatch):

@@ -13,9 +13,9 @@ import torch
 from sgl_prefix_attn.plan.aligned_search import AlignedSearch
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.plan.leaves import cut_at_roots, cut_evenly, order_leaves
+from sgl_prefix_attn.plan.plan import Plan
 from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.plan.search import EVENLY
-from sgl_prefix_attn.plan.serialize import Plan
 from sgl_prefix_attn.records import HeadConfig, PathTable
 from tests.support.problems import E4M3_SCALES, Problem
 from tests.support.sinks import sinks_of

@@ -18,8 +18,8 @@ from sgl_prefix_attn.execute.backends.family import AUTO, choose_family
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.params import Capacity, LayerParams
 from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.plan import Plan
 from sgl_prefix_attn.plan.planner import Planner
-from sgl_prefix_attn.plan.serialize import Plan
 from sgl_prefix_attn.plan.tiles import Cut
 from sgl_prefix_attn.records import CALIBRATED, Forest
 

@@ -15,7 +15,7 @@ from sgl_prefix_attn.execute.backends.kernel_backend import (
 )
 from sgl_prefix_attn.execute.params import LayerParams, Workspace
 from sgl_prefix_attn.kernels import words as W
-from sgl_prefix_attn.plan.serialize import Plan
+from sgl_prefix_attn.plan.plan import Plan
 from sgl_prefix_attn.records import HeadConfig
 
 # Plans are made for a small GPU, so that few requests fill it and few blocks are split.

@@ -11,8 +11,8 @@ from sgl_prefix_attn.execute.backends.kernel_backend import NARROW_KV
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.params import Capacity, LayerParams
 from sgl_prefix_attn.execute.rounding import why_wrong
+from sgl_prefix_attn.plan.plan import Plan
 from sgl_prefix_attn.plan.planner import Planner
-from sgl_prefix_attn.plan.serialize import Plan
 from sgl_prefix_attn.predict.record import CalibrationKey
 from sgl_prefix_attn.records import PathTable
 from sgl_prefix_attn.tools.calibrate.batches import Batch, prefix_lens
