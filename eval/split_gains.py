@@ -15,7 +15,7 @@ from eval import provenance
 from eval.bench_kernel.trees import PAT20, Tree
 from eval.cli_values import output, several
 from sgl_prefix_attn.execute.backends.portable_backend import PortableBackend
-from sgl_prefix_attn.plan.cut_time import PortableRates
+from sgl_prefix_attn.plan.kernel_rates import PortableRates
 from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.records import HeadConfig, PathTable
 from sgl_prefix_attn.tools.calibrate.batches import draw

@@ -10,7 +10,8 @@ import numpy as np
 
 from sgl_prefix_attn.jit import cached_njit
 from sgl_prefix_attn.plan.aligned import AlignedCut, at_blocks, divide, whole_below
-from sgl_prefix_attn.plan.cut_time import KernelRates, part_costs, predict_parts, rate_values
+from sgl_prefix_attn.plan.cut_time import part_costs, predict_parts
+from sgl_prefix_attn.plan.kernel_rates import KernelRates, rate_values
 from sgl_prefix_attn.plan.leaves import LeafOrder
 from sgl_prefix_attn.plan.search import MOST, Candidate, edges_of, is_among
 from sgl_prefix_attn.plan.tiles import B_MASKED, B_UNMASKED, Tiles, lay_out, make_tiles

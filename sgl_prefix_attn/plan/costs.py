@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sgl_prefix_attn.kernels import words as W
-from sgl_prefix_attn.plan.cut_time import KernelRates
+from sgl_prefix_attn.plan.kernel_rates import KernelRates
 from sgl_prefix_attn.records import HeadConfig
 
 

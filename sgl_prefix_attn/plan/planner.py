@@ -13,8 +13,8 @@ from sgl_prefix_attn.plan.aligned_search import AlignedSearch
 from sgl_prefix_attn.plan.aligned_words import serialize_aligned
 from sgl_prefix_attn.plan.capacity import UNLIMITED, Capacity
 from sgl_prefix_attn.plan.costs import CostModel
-from sgl_prefix_attn.plan.cut_time import KernelRates
 from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.kernel_rates import KernelRates
 from sgl_prefix_attn.plan.leaves import LeafOrder, order_leaves
 from sgl_prefix_attn.plan.plan import Plan
 from sgl_prefix_attn.plan.profit import choose_packing

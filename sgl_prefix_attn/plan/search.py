@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from sgl_prefix_attn.jit import cached_njit
-from sgl_prefix_attn.plan.cut_time import KernelRates, rate_values, time_ways, ways_to_split
+from sgl_prefix_attn.plan.cut_time import time_ways, ways_to_split
+from sgl_prefix_attn.plan.kernel_rates import KernelRates, rate_values
 from sgl_prefix_attn.plan.leaves import LeafOrder, cut_at_requests, cut_at_roots, cut_evenly
 from sgl_prefix_attn.plan.split_nodes import Division
 from sgl_prefix_attn.plan.tiles import B_MASKED, B_UNMASKED, Cut, Tiles, lay_out, make_tiles

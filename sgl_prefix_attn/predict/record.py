@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from sgl_prefix_attn.kernels.words import KERNEL_REVISION
-from sgl_prefix_attn.plan.cut_time import KernelRates, LatentRates, PortableRates
+from sgl_prefix_attn.plan.kernel_rates import KernelRates, LatentRates, PortableRates
 from sgl_prefix_attn.predict.stock_time import STOCK_COEFFICIENTS, KvCosts
 from sgl_prefix_attn.records import FLASHINFER, HeadConfig
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from sgl_prefix_attn.plan.cut_time import KernelRates
+from sgl_prefix_attn.plan.kernel_rates import KernelRates
 from sgl_prefix_attn.predict import store
 from sgl_prefix_attn.predict.record import Calibration, CalibrationKey, rates_of
 from sgl_prefix_attn.records import FLASHINFER, HeadConfig

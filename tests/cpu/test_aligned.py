@@ -16,8 +16,9 @@ from sgl_prefix_attn.kernels import words as W
 from sgl_prefix_attn.plan import aligned, aligned_search, aligned_words
 from sgl_prefix_attn.plan.aligned_search import AlignedSearch
 from sgl_prefix_attn.plan.capacity import UNLIMITED, Capacity
-from sgl_prefix_attn.plan.cut_time import KernelRates, PortableRates, predict_us
+from sgl_prefix_attn.plan.cut_time import predict_us
 from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.kernel_rates import KernelRates, PortableRates
 from sgl_prefix_attn.plan.leaves import order_leaves
 from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.records import HeadConfig, PathTable

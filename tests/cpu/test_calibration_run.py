@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from sgl_prefix_attn.execute.backends.torch_backend import TorchBackend
-from sgl_prefix_attn.plan.cut_time import KernelRates, PortableRates
 from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.kernel_rates import KernelRates, PortableRates
 from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.predict.codec import CalibrationError
 from sgl_prefix_attn.predict.record import Origin

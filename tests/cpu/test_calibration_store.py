@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from sgl_prefix_attn.plan.cut_time import KernelRates, LatentRates, PortableRates
+from sgl_prefix_attn.plan.kernel_rates import KernelRates, LatentRates, PortableRates
 from sgl_prefix_attn.predict import stock_time, store
 from sgl_prefix_attn.predict.bandwidths import usual_bandwidth
 from sgl_prefix_attn.predict.codec import CalibrationError, decode, encode

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from sgl_prefix_attn.plan.capacity import Capacity
-from sgl_prefix_attn.plan.cut_time import PortableRates
 from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.kernel_rates import PortableRates
 from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.records import HeadConfig, PlanTooLarge
 from tests.support.forests import path_table, planner, random_paths

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from sgl_prefix_attn.execute.backends.portable_backend import PortableBackend
 from sgl_prefix_attn.kernels import words as W
-from sgl_prefix_attn.plan.cut_time import PortableRates
 from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.kernel_rates import PortableRates
 from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.plan.schedule import in_rounds
 from sgl_prefix_attn.plan.tiles import B_MASKED, B_UNMASKED

@@ -8,8 +8,8 @@ import torch
 from sgl_prefix_attn.execute import interpreter as oracle
 from sgl_prefix_attn.execute import row_sums
 from sgl_prefix_attn.execute.row_sums import RowSums
-from sgl_prefix_attn.plan.cut_time import PortableRates
 from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.kernel_rates import PortableRates
 from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.records import HeadConfig, PathTable
 from tests.support.interpreter_process import run_interpreted

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sgl_prefix_attn.plan.cut_time import LatentRates
+from sgl_prefix_attn.plan.kernel_rates import LatentRates
 from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.predict.record import CalibrationKey, rates_of
 from sgl_prefix_attn.predict.startup import default_rates

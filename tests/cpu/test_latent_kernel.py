@@ -20,8 +20,8 @@ from sgl_prefix_attn.execute.backends.choice import why_no_backend, why_no_hoppe
 from sgl_prefix_attn.execute.backends.family import HOPPER, PORTABLE
 from sgl_prefix_attn.kernels.latent.latent_attention import latent_tile_kernel
 from sgl_prefix_attn.kernels.latent.latent_options import latent_build, latent_constants
-from sgl_prefix_attn.plan.cut_time import LatentRates
 from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.kernel_rates import LatentRates
 from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.records import HeadConfig
 from tests.cpu.test_hopper_build import SHARED_MEMORY

@@ -14,8 +14,8 @@ from sgl_prefix_attn.execute.params import Capacity, LayerParams
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.paths.radix_reader import RadixReader
 from sgl_prefix_attn.paths.tree_reader import RunningBatch
-from sgl_prefix_attn.plan.cut_time import KernelRates
 from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.kernel_rates import KernelRates
 from sgl_prefix_attn.predict.predictor import Predictor
 from sgl_prefix_attn.records import Decision, HeadConfig
 from sgl_prefix_attn.settings import Settings

@@ -8,7 +8,8 @@ import orjson
 import pytest
 
 from eval import provenance
-from sgl_prefix_attn.plan.cut_time import KernelRates, part_costs, predict_us
+from sgl_prefix_attn.plan.cut_time import part_costs, predict_us
+from sgl_prefix_attn.plan.kernel_rates import KernelRates
 from sgl_prefix_attn.plan.tiles import B_MASKED, B_UNMASKED, Tiles
 from sgl_prefix_attn.predict import store
 from sgl_prefix_attn.predict.record import CalibrationKey

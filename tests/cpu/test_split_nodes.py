@@ -18,8 +18,8 @@ from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.params import Capacity
 from sgl_prefix_attn.kernels import words as W
 from sgl_prefix_attn.plan import cut_time, search, serialize, split_nodes, tiles
-from sgl_prefix_attn.plan.cut_time import PortableRates
 from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.kernel_rates import PortableRates
 from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.records import STRATEGIES, HeadConfig
 from tests.cpu.test_tiles import HEADS, check_output, loaded

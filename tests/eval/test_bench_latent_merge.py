@@ -7,8 +7,8 @@ from eval.bench_kernel.oracle import Wrong
 from eval.bench_kernel.trees import Tree
 from eval.bench_latent_merge import _must_be_wrong, main, parts_alone
 from sgl_prefix_attn.kernels import words as W
-from sgl_prefix_attn.plan.cut_time import LatentRates
 from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.kernel_rates import LatentRates
 from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.records import HeadConfig
 

@@ -6,7 +6,7 @@ import pytest
 
 from eval.bench_kernel.trees import Tree
 from eval.pages.results import rows
-from sgl_prefix_attn.plan.cut_time import LatentRates
+from sgl_prefix_attn.plan.kernel_rates import LatentRates
 from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.predict.bandwidths import usual_bandwidth
 from sgl_prefix_attn.predict.stock_time import KvCosts, stock_physical, stock_start, stock_work

@@ -9,8 +9,8 @@ import torch
 from sgl_prefix_attn.execute.backends.choice import new_backend, why_no_hopper
 from sgl_prefix_attn.execute.backends.family import HOPPER
 from sgl_prefix_attn.execute.self_test import check_kernels, self_test_paths
-from sgl_prefix_attn.plan.cut_time import LatentRates
 from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.kernel_rates import LatentRates
 from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.records import HeadConfig
 from tests.support.examples import chosen

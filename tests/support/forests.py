@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from sgl_prefix_attn.kernels import words as W
 from sgl_prefix_attn.plan.costs import CostModel
-from sgl_prefix_attn.plan.cut_time import PortableRates
+from sgl_prefix_attn.plan.kernel_rates import PortableRates
 from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.records import HeadConfig, PathTable
 

@@ -13,7 +13,7 @@ from sgl_prefix_attn.execute.backends.portable_backend import PortableBackend
 from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.params import Capacity
 from sgl_prefix_attn.kernels.portable import tile_results
-from sgl_prefix_attn.plan.cut_time import PortableRates
+from sgl_prefix_attn.plan.kernel_rates import PortableRates
 from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.records import HeadConfig
 from tests.support.interpreted_portable import check, run

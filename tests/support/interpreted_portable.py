@@ -20,8 +20,8 @@ from sgl_prefix_attn.execute.params import Capacity
 from sgl_prefix_attn.kernels import words as W
 from sgl_prefix_attn.kernels.portable import query_merge, tile_results
 from sgl_prefix_attn.kernels.portable.portable_options import portable_config
-from sgl_prefix_attn.plan.cut_time import PortableRates
 from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.kernel_rates import PortableRates
 from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.records import HeadConfig, PathTable
 from tests.support.forests import path_table, random_paths

@@ -6,7 +6,7 @@ import torch
 from sgl_prefix_attn.execute.backends.choice import new_backend, why_no_backend, why_no_hopper
 from sgl_prefix_attn.execute.backends.family import HOPPER, PORTABLE
 from sgl_prefix_attn.kernels import words as W
-from sgl_prefix_attn.plan.cut_time import KernelRates, PortableRates
+from sgl_prefix_attn.plan.kernel_rates import KernelRates, PortableRates
 from sgl_prefix_attn.plan.planner import Planner
 from tests.support.gpu_problems import DEVICE, LLAMA
 

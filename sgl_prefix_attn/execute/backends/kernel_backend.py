@@ -12,7 +12,7 @@ from sgl_prefix_attn.execute.params import Capacity, LayerParams, Workspace
 from sgl_prefix_attn.kernels import words as W
 from sgl_prefix_attn.kernels.slots import append_token_kernel, fill_blocks_kernel
 from sgl_prefix_attn.plan.capacity import UNLIMITED
-from sgl_prefix_attn.plan.cut_time import KernelRates
+from sgl_prefix_attn.plan.kernel_rates import KernelRates
 from sgl_prefix_attn.plan.plan import Plan
 from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.plan.server_capacity import Served, aligned_capacity, usual_capacity

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sgl_prefix_attn.plan.cut_time import KernelRates, part_costs, predict_us
+from sgl_prefix_attn.plan.cut_time import part_costs, predict_us
+from sgl_prefix_attn.plan.kernel_rates import KernelRates
 from sgl_prefix_attn.plan.planner import HOPELESS, Planner
 from sgl_prefix_attn.plan.tiles import Cut
 from sgl_prefix_attn.records import Forest

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from sgl_prefix_attn.plan.cut_time import KernelRates
+from sgl_prefix_attn.plan.kernel_rates import KernelRates
 from sgl_prefix_attn.predict.stock_time import (
     STOCK_COEFFICIENTS,
     KvCosts,

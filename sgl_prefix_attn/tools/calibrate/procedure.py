@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from sgl_prefix_attn.plan.cut_time import KernelRates
 from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.kernel_rates import KernelRates
 from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.plan.tiles import Cut
 from sgl_prefix_attn.predict import store
