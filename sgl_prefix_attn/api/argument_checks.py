@@ -36,7 +36,7 @@ def layer_arguments(
         found = None
     if found is None or found.type not in ("cpu", "cuda"):
         raise refused("device", "be a CPU or a CUDA GPU", repr(str(device)))
-    scale = head_dim**-0.5 if sm_scale is None else _number("sm_scale", sm_scale)
+    scale = head_dim**-0.5 if sm_scale is None else _positive("sm_scale", sm_scale)
     soft_cap = _number("logits_soft_cap", logits_soft_cap)
     if soft_cap < 0:
         raise refused("logits_soft_cap", "be >= 0 (0: none)", soft_cap)
@@ -65,7 +65,7 @@ def kv_dtype(kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
 
 def kv_scales(k_scale: float, v_scale: float, narrow: bool) -> tuple[float, float]:
     """Return run()'s scales; narrow: its caches are of another dtype than its queries."""
-    scales = _number("k_scale", k_scale), _number("v_scale", v_scale)
+    scales = _positive("k_scale", k_scale), _number("v_scale", v_scale)
     for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
         if scale != 1.0 and not narrow:
             raise refused(name, "be 1 for caches of the wrapper's dtype", scale)
@@ -79,6 +79,14 @@ def _number(name: str, value: Any) -> float:
         found = math.nan
     if not math.isfinite(found):
         raise refused(name, "be a finite number", repr(value))
+    return found
+
+
+def _positive(name: str, value: Any) -> float:
+    """Return a factor of logits, which some kernels apply to masked ones, too: -inf stays so."""
+    found = _number(name, value)
+    if found <= 0:
+        raise refused(name, "be positive", found)
     return found
 
 
@@ -261,6 +269,8 @@ def _slot_table(name: str, table: torch.Tensor, seq_lens: np.ndarray, page_size:
     if table.ndim != 2 or table.dtype not in (torch.int32, torch.int64):
         found = f"{table.dtype} {tuple(table.shape)}"
         raise refused(name, "be a two-dimensional int32 or int64 tensor", found)
+    if table.layout != torch.strided or table.is_meta:
+        raise refused(name, "be dense, on a CPU or a GPU", f"{table.layout} on {table.device}")
     holds = table.shape[1] * page_size
     if (row := _first(seq_lens > holds)) is not None:
         must = f"be at most {holds}, the tokens that a row of {name} holds"

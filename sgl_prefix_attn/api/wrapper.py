@@ -59,7 +59,8 @@ class PrefixAttentionWrapper:
         sm_scale: float | None = None,
         logits_soft_cap: float = 0.0,
     ):
-        """Make a wrapper; sm_scale defaults to head_dim ** -0.5, logits_soft_cap 0 means none.
+        """Make a wrapper; sm_scale is positive and defaults to head_dim ** -0.5, logits_soft_cap 0
+        means none.
 
         kv_dtype  of the caches, where it is not dtype: float8_e4m3fn
         strategy  of splitting and merging the nodes of shared KV, where kernels are not Hopper's
@@ -131,8 +132,9 @@ class PrefixAttentionWrapper:
         lens = checks.query_lens(query_lens, lengths)
         checks.block_table(block_table, lengths, self.page_size)
         before = lengths if lens is None else lengths - lens + 1
-        table = bt.shared_paths(block_table.cpu().numpy(), before, self.page_size)
-        slots = bt.token_slots(block_table, self.page_size)
+        pages = block_table[:, : -(-int(lengths.max()) // self.page_size)]  # it may be far wider
+        table = bt.shared_paths(pages.cpu().numpy(), before, self.page_size)
+        slots = bt.token_slots(pages, self.page_size)
         rows = torch.arange(lengths.size, device=self.device)
         self._load(replace(table, seq_lens=lengths), lens, "block_table", slots, rows)
 
@@ -180,7 +182,8 @@ class PrefixAttentionWrapper:
         Q is B or the sum of query_lens; rows stand in the order of the requests, and of a request
         in that of its tokens. sinks float32 [Hq], or None, are the layer's attention sinks: a logit
         of each query head without a value, neither scaled nor capped, that the LSE includes.
-        k_scale and v_scale are what the elements of caches of another dtype are multiplied by.
+        k_scale, which is positive, and v_scale are what the elements of caches of another dtype are
+        multiplied by. No gradients are computed.
         Returns out [Q, Hq, D] (the given one, if given) and, with return_lse, an Lse [Q, Hq].
         Raises ValueError naming the argument for shapes, dtypes or devices that do not fit the
         plan, RuntimeError before plan().
@@ -208,7 +211,7 @@ class PrefixAttentionWrapper:
             sinks,
             *scales,
         )
-        with self._on_device():
+        with self._on_device(), torch.no_grad():
             self._executor.run(layer)
         return out if lse is None else (out, Lse(lse))
 
@@ -240,25 +243,38 @@ class PrefixAttentionWrapper:
         pool: torch.Tensor,
     ) -> None:
         """Plan and load a step; `name` is the caller's argument that req_to_token [R, C] came
-        from, pool [B] the rows of the requests. What is refused leaves the current plan."""
+        from, pool [B] the rows of the requests. What is refused, or finds no memory, leaves the
+        current plan."""
         forest = build_forest(table, lens)
         plan = self._planner.plan_forest(forest)
         checks.slots_agree(forest, req_to_token, pool)
         max_slot = checks.max_slot(name, req_to_token, pool, table.seq_lens)
         # What is made here may be changed in or outside of inference mode.
         with self._on_device(), torch.inference_mode(False):
+            slots, rows = self._int32_slots(req_to_token, pool, int(table.seq_lens.max()))
+            lengths = torch.from_numpy(np.ascontiguousarray(table.seq_lens)).to(self.device)
             executor = self._executor
             if not executor.capacity.covers(plan):
                 grown = executor.capacity.grown_to(Capacity.for_plans(plan))
-                self._executor = executor = PlanExecutor(executor.backend, grown)
-            executor.load(plan, req_to_token.to(self.device, torch.int32), pool.to(self.device))
+                executor = PlanExecutor(executor.backend, grown)
+            executor.load(plan, slots, rows)
+            self._executor = executor
             self._query_lens = lens
             self._max_slot, self._appended = max_slot, 0
-            lengths = torch.from_numpy(np.ascontiguousarray(table.seq_lens)).to(self.device)
             if self._seq_lens.numel() >= lengths.numel():
                 self._seq_lens[: lengths.numel()] = lengths  # same address: graphs may hold it
             else:
                 self._seq_lens = lengths
+
+    def _int32_slots(
+        self, table: torch.Tensor, pool: torch.Tensor, longest: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a table of slots as kernels read it, and the requests' rows in it. Where it must
+        be copied, only what requests hold is: it may have rows of many others."""
+        if table.dtype == torch.int32 and table.device == self.device and table.is_contiguous():
+            return table, pool.to(self.device)
+        used = table[pool.to(table.device), :longest].to(self.device, torch.int32)
+        return used, torch.arange(len(pool), device=self.device)
 
     def _on_device(self):
         """Make the wrapper's GPU the current one: kernels are launched there."""

@@ -32,16 +32,17 @@ class PlanExecutor:
         req_to_token int32 [rows, positions] and req_pool_indices [B], of any strides, are read now
         and never again.
         Raises PlanTooLarge, or ValueError for a plan that is not for these kernels; either leaves
-        the current plan in place.
+        the current plan in place, as does memory that lacks for a copy of the table.
         """
         self.capacity.check(plan)
         self.backend.check(plan)
+        # Kernels read rows and slots one after another.
+        table, rows = req_to_token.contiguous(), req_pool_indices.contiguous()
+        self.plan = None  # what fails from here on leaves neither this plan nor the one before
         if self._upload:
             self._upload.send(plan.words, self.workspace.words)
         else:
             self.workspace.words[: plan.words.size] = torch.from_numpy(plan.words)
-        # Kernels read rows and slots one after another.
-        table, rows = req_to_token.contiguous(), req_pool_indices.contiguous()
         self.backend.fill(self.workspace, plan, table, rows)
         self.plan = plan
 

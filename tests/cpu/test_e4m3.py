@@ -103,6 +103,9 @@ def test_the_wrapper_reads_them():
         assert_attention(problem, made.run(problem.q, caches))
     with pytest.raises(ValueError, match=r"kv_cache\[0\] must have the wrapper's kv_dtype"):
         made.run(problem.q, (problem.k.bfloat16(), problem.v))
+    for scale in (0, -0.5):  # of logits that are masked already
+        with pytest.raises(ValueError, match=f"k_scale must be positive, got {scale:.1f}"):
+            made.run(problem.q, caches, k_scale=scale)
 
 
 @pytest.mark.long

@@ -155,6 +155,53 @@ def test_a_refused_plan_leaves_the_current_one():
     assert made.explain()["appended"] == 1
 
 
+@pytest.mark.parametrize("grows", [True, False])
+def test_a_plan_without_memory_is_never_run_in_part(backend, monkeypatch, grows):
+    problem = make_problem(path_table([(-1, 20)], [0, 0], [3, 4]), HEADS)
+    lens = [300] * 60 if grows else [5]
+    other = make_problem(path_table([(-1, 30)], [0] * len(lens), lens), HEADS)
+    made = planned_wrapper(problem)
+
+    def lacks(*_):
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as short:
+        short.setattr(backend, "fill", lacks)
+        with pytest.raises(torch.OutOfMemoryError):
+            plan_wrapper(made, other)
+    if grows:
+        run(made, problem)
+    else:
+        with pytest.raises(RuntimeError, match="no plan yet"):
+            run(made, problem)
+    plan_wrapper(made, other)
+    run(made, other)
+
+
+def test_no_more_of_a_table_is_read_than_requests_use(backend, monkeypatch):
+    problem = make_problem(path_table([(-1, 20)], [0, 0], [30, 40]), HEADS)
+    filled, fill = [], backend.fill
+    monkeypatch.setattr(backend, "fill", lambda *args: filled.append(args[3]) or fill(*args))
+    wide = torch.full((1000, 5000), -1)
+    wide[problem.pool, : problem.req_to_token.shape[1]] = problem.req_to_token[problem.pool].long()
+    made = wrapper(HEADS, sm_scale=problem.sm_scale)
+    made.plan(paths_of(problem.paths), problem.seq_lens, wide, problem.pool)
+    run(made, problem)
+    made.plan_block_table(wide[problem.pool], problem.seq_lens)
+    run(made, problem)
+    assert [tuple(table.shape) for table in filled] == [(2, 60), (2, 60)]
+
+
+def test_nothing_is_recorded_for_gradients():
+    problem = make_problem(path_table([(-1, 20)], [0, 0], [30, 40]), HEADS, torch.float32)
+    made, caches = planned_wrapper(problem), (problem.k, problem.v)
+    want = made.run(problem.q, caches)
+    asked, out = problem.q.requires_grad_(), torch.zeros_like(want, requires_grad=True)
+    sinks = torch.nn.Parameter(torch.full((HEADS.num_qo_heads,), -torch.inf))
+    assert not made.run(asked, caches, sinks=sinks).requires_grad
+    assert torch.equal(made.run(asked, caches, out=out), want)
+
+
 def test_explain():
     problem = make_problem(path_table([(-1, 128)], [0, 0, -1], [3, 4, 7]), HEADS)
     made = planned_wrapper(problem, strategy="naive", kernels="portable")
