@@ -9,6 +9,9 @@ and all, if nothing but decode steps of one variant ran in it and just before it
 import time
 from collections.abc import Callable, Sequence
 
+# Seconds that no step takes: SGLang was paused in place, which keeps the running requests.
+_PAUSE_S = 1.0
+
 
 class StepIntervals:
     """Use per decode step: start(), then ran(); interrupt() for whatever else ran."""
@@ -25,7 +28,8 @@ class StepIntervals:
         now = self._clock()
         # SGLang keeps the order of running requests and appends new ones, so the server was not
         # idle meanwhile if the first request is still the same. The reference keeps it alive.
-        if self._first is None or self._first is not reqs[0]:
+        is_same = self._first is not None and self._first is reqs[0]
+        if not is_same or now - self._started > _PAUSE_S:
             self._first, self._run = reqs[0], 0
         known = (self._variant, now - self._started) if self._run >= 2 else None
         self._started = now

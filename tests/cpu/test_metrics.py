@@ -180,15 +180,17 @@ def test_the_time_of_a_cross_checked_step_is_not_a_steps_time(world, registry, v
 
 
 def intervals(*events):
-    """What start() tells at each step; an event is (time, requests, variant) or "interrupt"."""
+    """What start() tells at each step; an event is (time, requests, variant) or "interrupt". Times
+    are of a 64th of a second."""
     now = [0.0]
-    made, told = StepIntervals(clock=lambda: now[0]), []
+    made, told = StepIntervals(clock=lambda: now[0] / 64), []
     for event in events:
         if event == "interrupt":
             made.interrupt()
             continue
         now[0], reqs, variant = event
-        told.append(made.start(reqs))
+        known = made.start(reqs)
+        told.append(known and (known[0], 64 * known[1]))
         made.ran(variant)
     return told
 
@@ -210,6 +212,14 @@ INTERVALS = {
     "a prefill in between starts anew": (
         [*STEADY[:3], "interrupt", *STEADY[3:]],
         [None, None, ("prefix", 1)] * 2,
+    ),
+    "as does a pause": (
+        [*STEADY[:3], *[(t + 68, [A], "prefix") for t in range(3)]],
+        [None, None, ("prefix", 1), None, None, ("prefix", 1)],
+    ),
+    "a long step is one, too": (
+        [*STEADY[:3], *[(t + 66, [A], "prefix") for t in range(1, 3)]],
+        [None, None, ("prefix", 1), ("prefix", 64), ("prefix", 1)],
     ),
     "requests may leave": (
         [(1, [A, B], "prefix"), (2, [A, B], "prefix"), (3, [A], "prefix")],
