@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from eval import provenance, report
-from eval.pages import blocks, decisions
+from eval.pages import blocks, decisions, servers
 
 META = {
     "machine": "Linux x86_64, 2 CPUs",
@@ -122,3 +122,32 @@ def test_a_shortened_command_names_every_other_file():
     command = others.replace("eval.", "python -m eval.") + " --json c/a.json"
     assert decisions.shortened(command, "a.json") == others
     assert decisions.shortened("python a.py a.json", "a.json") == "python a.py a.json"
+
+
+@pytest.mark.parametrize(
+    ("prefix", "stock", "says"),
+    [
+        ([103], [100], "1.03x"),
+        ([101], [100], "no difference"),
+        ([97], [100], "0.97x"),
+        ([80, 120], [100], "no difference"),  # its servers are on both sides
+        ([103, 163], [90, 101], "no difference"),  # the slower one is hardly faster
+        ([104, 164], [90, 101], "1.40x"),
+    ],
+)
+def test_the_readme_tells_no_difference_within_that_of_servers(prefix, stock, says, monkeypatch):
+    """Two servers of one backend are 2 % apart."""
+
+    def some(backend, *tokens):
+        return [{"backend": backend, "load": "gsp", "rate": "inf", "output_tokens_per_s": x}
+                for x in tokens]  # fmt: skip
+
+    files = {
+        "serving_repeated_h100": [*some("default", 100, 102), *some("prefix", 200, 201)],
+        "one": [*some("default", *stock), *some("prefix", *prefix)],
+    }
+    monkeypatch.setattr(servers, "rows", files.__getitem__)
+    monkeypatch.setattr(servers, "place", lambda name: "here")
+    monkeypatch.setattr(servers, "source", lambda *names: "")
+    monkeypatch.setattr(servers, "README_ROWS", ((("one",), "gsp", "inf", "title"),))
+    assert f"({says}) |" in servers.readme()
