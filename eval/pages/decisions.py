@@ -12,6 +12,7 @@ from sgl_prefix_attn.records import FLASHINFER
 
 # Judged batches of each file; those of head dim 256 on an H200 before its calibration are left out.
 POLICY = ("policy_h200_fresh", "policy_h200", "policy_h200_64", "policy_h100_row_tiles",
+          "policy_h100_fa3",
           "policy_h100_8-1", "policy_h100_16-2", "policy_h100_8-2", "policy_h100_16-8",
           "policy_h100_32-32", "policy_h100_32-8-64", "policy_h100_16-8-256",
           "policy_h100_16-2-256")  # fmt: skip

@@ -16,7 +16,7 @@ from sgl_prefix_attn.settings import Settings
 logger = logging.getLogger(__name__)
 
 # Backends of draft steps for which FlashInfer's times, which the policy knows, are near enough.
-# FlashAttention 3 takes 1.04 times as long in the median of eval/results/kernel_*.json; where it is
+# FlashAttention 3 takes as long in the median of eval/results/kernel_*.json; where it is
 # more than 3 % faster, plans are faster still, or nothing is shared.
 TIMED = (None, FLASHINFER, FA3)
 

@@ -130,7 +130,7 @@ def _rates_alike(one: HeadConfig, other: HeadConfig) -> bool:
 
 def _for_dim_of(found: Calibration, key: CalibrationKey) -> dict[str, float]:
     """Turn rates into those of the key's head dim: half of a block's time is as long whatever its
-    dimensions (kernel_h200_64.json has 0.7 to 0.8 of the time for half of them), and KernelRates
+    dimensions (kernel_h200_64.json has 0.6 to 0.8 of the time for half of them), and KernelRates
     counts it by its dimensions."""
     ratio = (1 + max(1.0, found.key.heads.head_dim / key.heads.head_dim)) / 2
     return found.rates | {name: found.rates[name] * ratio for name in _BLOCK_RATES}

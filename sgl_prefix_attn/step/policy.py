@@ -24,7 +24,7 @@ GAINS = {
     "scaled": (1.10, 1.15),
     "conservative": (1.30, 1.50),
 }
-# The same where requests have several tokens each. The planner's time is up to 16 % short where
+# The same where requests have several tokens each. They take up to 16 % longer than predicted where
 # arithmetic bounds tiles of 128 rows (eval/results/multi_token_h200.json).
 SEVERAL_GAIN = 1.20
 # After a switch the new variant stays this many steps, unless the other is predicted to be faster

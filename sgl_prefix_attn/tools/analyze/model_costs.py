@@ -2,9 +2,9 @@
 
 A decode step reads the weights once, at the bandwidth that the calibration of the GPU has, and
 takes a fixed time and a little for each request on top. Both were read off
-eval/results/engine_h100.json and eval/results/engine_h200.json, TPOT less predicted attention: 4.5
-to 5.3 ms on H200 and 6.3 to 7.2 ms on H100, for 4 to 64 requests. Prefill multiplies, at a share of
-the data sheet's rate.
+eval/results/engine_h200.json and the engine_h100.json of commit 74d45f8, TPOT less predicted
+attention: 4.5 to 5.3 ms on H200 and 6.3 to 7.2 ms on H100, for 4 to 64 requests. Prefill
+multiplies, at a share of the data sheet's rate.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from sgl_prefix_attn.tools.calibrate.batches import Batch, draw
 from sgl_prefix_attn.tools.calibrate.samples import CutTime, Header, Sample, Task
 
 MIN_SAMPLES = 40
-MOST_ERROR = 0.15  # of a fallback's predicted times, on unseen batches; of shipped ones 5 to 9 %
+MOST_ERROR = 0.15  # of a fallback's predicted times, on unseen batches; of shipped ones 4 to 9 %
 _PLAUSIBLE = 4.0  # a measured bandwidth is at most so many times the table's, or its inverse
 
 
