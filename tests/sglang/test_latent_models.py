@@ -1,10 +1,12 @@
 """Models with multi-head latent attention: absorbed, their decode steps run plans."""
 
+from inspect import signature
 from types import SimpleNamespace
 
 import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
 from sgl_prefix_attn.engine import build, fallback, model_facts, sglang_config
 from sgl_prefix_attn.engine.runner_backend import find_observer
@@ -252,6 +254,19 @@ def test_the_model_sees_the_name_of_what_sglang_chose(monkeypatch, rank, names, 
     assert vars(child) == dict.fromkeys(attributes) | dict.fromkeys(renamed, "flashmla")
 
 
+def factory_of_sglang(asked):
+    """Make what SGLang makes the backends of a draft model with, as this release does."""
+    args = SimpleNamespace(speculative_draft_attention_backend=asked)
+    known = {
+        "server_args": args,
+        "draft_model_runner": SimpleNamespace(server_args=args, draft_attention_backend=asked),
+        "topk": 1,
+        "speculative_num_steps": 2,
+    }
+    taken = signature(DraftBackendFactory).parameters
+    return DraftBackendFactory(**{name: known[name] for name in known if name in taken})
+
+
 @pytest.mark.parametrize(
     ("backends", "asked", "name"),
     [
@@ -263,7 +278,7 @@ def test_the_model_sees_the_name_of_what_sglang_chose(monkeypatch, rank, names, 
 def test_drafts_have_a_name_of_their_own(monkeypatch, backends, asked, name):
     """Without one, of a step or of the whole, a model takes them for the server's backend."""
     monkeypatch.setattr(sglang_config, "attention_backends", lambda server_args: backends)
-    factory = SimpleNamespace(draft_attn_backend=asked, server_args=None)
+    factory = factory_of_sglang(asked)
     attribute = "decode_attention_backend_str"
     steps = [Stock([]), Stock([])]
     setattr(steps[1], attribute, "triton")  # as SGLang has named it
