@@ -32,7 +32,7 @@ class PlanExecutor:
         req_to_token int32 [rows, positions] and req_pool_indices [B], of any strides, are read now
         and never again.
         Raises PlanTooLarge, or ValueError for a plan that is not for these kernels; either leaves
-        the current plan in place, as does memory that lacks for a copy of the table.
+        the current plan in place, as does running out of memory for a copy of the table.
         """
         self.capacity.check(plan)
         self.backend.check(plan)

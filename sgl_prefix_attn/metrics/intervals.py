@@ -28,8 +28,7 @@ class StepIntervals:
         now = self._clock()
         # SGLang keeps the order of running requests and appends new ones, so the server was not
         # idle meanwhile if the first request is still the same. The reference keeps it alive.
-        is_same = self._first is not None and self._first is reqs[0]
-        if not is_same or now - self._started > _PAUSE_S:
+        if self._first is not reqs[0] or now - self._started > _PAUSE_S:
             self._first, self._run = reqs[0], 0
         known = (self._variant, now - self._started) if self._run >= 2 else None
         self._started = now
