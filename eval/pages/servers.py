@@ -61,9 +61,10 @@ def readme() -> str:
         best = max(stock, key=lambda backend: stock[backend])
         gain = served["prefix"] / stock[best]
         apart = _gap(backends["prefix"], backends[best])
+        alone = ", the only one served" if len(stock) == 1 else ""
         verdict = "no difference" if apart < usual else f"{gain:.2f}x"
         lines.append((title, place(names[0]), f"{served['default']:,.0f}",
-                      f"{stock[best]:,.0f} ({TITLES[best]})",
+                      f"{stock[best]:,.0f} ({TITLES[best]}{alone})",
                       f"{served['prefix']:,.0f} ({verdict})"))  # fmt: skip
     columns = ("load", "measured on", "SGLang's default", "best SGLang backend", "prefix")
     return (
