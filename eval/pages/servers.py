@@ -12,7 +12,8 @@ from eval.markdown import table
 from eval.pages.results import gpu_of, page_table, place, rows, source
 
 # Files of one commit and machine, which has one host; and the machine's label.
-LATEST = ("serving_h200_e", "serving_h200_offline")
+SLOW = ("serving_h200_e", "serving_h200_offline")
+ALONE = ("serving_h200_f", "serving_h200_f_again")
 FILES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("serving_h200",), "H200"),
     (("serving_rates_h200",), "H200"),
@@ -25,23 +26,25 @@ FILES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("serving_h200_c",), "H200 C"),
     (("serving_h200_d",), "H200 D, a slow host"),
     (("serving_h200_e4m3",), "H200 D, KV of e4m3"),
-    (LATEST, "H200 E, a slow host"),
+    (SLOW, "H200 E, a slow host"),
+    (ALONE, "H200 F"),
 )
 README_ROWS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
-    (LATEST, "gsp", OFFLINE, "32 groups of 16 prompts with 2048 tokens in common"),
-    (LATEST, "gsp", ALL_AT_ONCE, "the same, streamed by a slow host"),
+    (ALONE, "gsp", OFFLINE, "32 groups of 16 prompts with 2048 tokens in common"),
+    (SLOW, "gsp", ALL_AT_ONCE, "the same, streamed by a slow host"),
     (("serving_h100",), "gsp", ALL_AT_ONCE, "the same, streamed"),
-    (LATEST, "grpo16", OFFLINE, "16 samples of each of 16 prompts"),
+    (SLOW, "grpo16", OFFLINE, "16 samples of each of 16 prompts"),
     (("serving_loads_h100",), "grpo16", ALL_AT_ONCE, "the same, streamed by a slow host"),
-    (LATEST, "fewshot", OFFLINE, "128 questions after 6000 tokens of examples"),
-    (LATEST, "conversation", OFFLINE, "384 users below a system prompt of three levels"),
-    (LATEST, "agent", ALL_AT_ONCE, "160 requests below 16 tool prompts, streamed"),
-    (LATEST, "unshared", ALL_AT_ONCE, "192 prompts with nothing in common, streamed"),
+    (SLOW, "fewshot", OFFLINE, "128 questions after 6000 tokens of examples"),
+    (SLOW, "conversation", OFFLINE, "384 users below a system prompt of three levels"),
+    (SLOW, "agent", ALL_AT_ONCE, "160 requests below 16 tool prompts, streamed"),
+    (ALONE, "unshared", ALL_AT_ONCE, "192 prompts with nothing in common, streamed"),
 )
 ROUTING = "routing_h200_x2"
-STARTS = ("serving_h200", "serving_loads_h100", "serving_repeated_h100")
+STARTS = (ALONE, ("serving_loads_h100",), ("serving_repeated_h100",))
 TITLES = {"default": "default", "flashinfer": "FlashInfer"}
 STOCK = tuple(TITLES)
+BESIDE_FA3 = "fa3/flashinfer"  # FlashInfer decodes, as where our servers run no plan
 
 
 def readme() -> str:
@@ -142,13 +145,17 @@ def routing():
                f"{tokens[1] / tokens[0]:.2f}", cached, ", ".join(requests))  # fmt: skip
 
 
-@page_table("measured on | the first server | later ones", *STARTS)
+@page_table("measured on | the first server | later ones", *chain.from_iterable(STARTS))
 def starts():
     """Seconds until servers were ready, in the order in which a machine started them."""
-    for name in STARTS:
-        seconds = {(row["alternation"], row["backend"]): row["start_s"] for row in rows(name)}
-        first, *later = (f"`{of}` {taken:.0f}" for (_, of), taken in seconds.items())
-        yield place(name), first, ", ".join(later)
+    for names in STARTS:
+        servers = {
+            (name, row["alternation"], row["backend"]): row["start_s"]
+            for name in names
+            for row in rows(name)
+        }
+        first, *later = (f"`{of}` {seconds:.0f}" for (*_, of), seconds in servers.items())
+        yield place(names[0]), first, ", ".join(later)
 
 
 def agents() -> str:
@@ -189,7 +196,12 @@ def _over_default(backends: dict[str, list[dict]], metric: str, at: str) -> str:
 
 
 def _rows(names: tuple[str, ...]) -> list[dict]:
-    return [row for name in names for row in rows(name)]
+    """Return all rows of files; FlashInfer is FlashInfer, whatever reads its prompts."""
+    return [
+        row | {"backend": "flashinfer"} if row["backend"] == BESIDE_FA3 else row
+        for name in names
+        for row in rows(name)
+    ]
 
 
 def _apart(own: list[dict]) -> float:
