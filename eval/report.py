@@ -1,7 +1,7 @@
 """python -m eval.report [RESULT.json...] [--check]: tables from result files.
 
 Of the files that it is given it prints the main figures, as Markdown: of kernels, engines, servers,
-agents and the policy, and of the papers' experiments together. Without files it writes the
+routers, agents and the policy, and of the papers' experiments together. Without files it writes the
 tables of the pages (eval/pages/blocks.py); with --check it changes nothing and exits with 1 when a
 page says anything else than the result files.
 """
@@ -17,7 +17,7 @@ from eval.bench_agents import agent_tables
 from eval.bench_kernel import kernel_tables
 from eval.bench_serving import serving_tables
 from eval.markdown import table
-from eval.pages import blocks
+from eval.pages import blocks, servers
 from eval.papers import paper_tables
 from eval.policy_holdout import policy_text
 
@@ -25,7 +25,7 @@ from eval.policy_holdout import policy_text
 def markdown(results: list[tuple[str, dict]]) -> str:
     """Turn (file name, result) pairs into Markdown, one section per file and one for all files of
     the papers' experiments. Raises ValueError for a result of anything else than kernels, engines,
-    servers, agents, first tokens, the policy and papers."""
+    servers, routers, agents, first tokens, the policy and papers."""
     papers = [(name, result) for name, result in results if "experiment" in result["rows"][0]]
     sections = [_section(*pair) for pair in results if pair not in papers]
     if papers:
@@ -42,6 +42,8 @@ def _section(name: str, result: dict) -> str:
         body = [kernel_tables.markdown(rows)]
     elif "program" in first:
         body = [agent_tables.markdown(rows)]
+    elif "policy" in first:
+        body = [servers.of_routers(rows)]
     elif "e2e_ms" in first:
         body = [serving_tables.markdown(rows, meta["settings"])]
     elif "ratio" in first:
@@ -50,8 +52,7 @@ def _section(name: str, result: dict) -> str:
         body = policy_text.markdown(result["summary"], meta)
     else:
         raise ValueError(
-            f"{name}: its rows are no times of kernels, engines, servers, agent programs or the "
-            "policy's batches"
+            f"{name}: no figures are printed of {meta['command']}; --help says of what"
         )
     return "\n\n".join([*body, _source(name, meta)])
 

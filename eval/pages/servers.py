@@ -126,23 +126,28 @@ def rates() -> str:
     return f"{table(columns, lines)}\n\n{source(*dict.fromkeys(files))}"
 
 
-@page_table(
-    "load | the router's policy | default | prefix | over default | cached | requests of a server",
-    ROUTING,
-)
-def routing():
-    """Two servers behind a router: output tokens/s of both, the share of their prompts' tokens that
-    was cached, and how many requests each was given."""
+def routing() -> str:
+    """Two servers behind a router."""
+    return f"{of_routers(rows(ROUTING))}\n\n{source(ROUTING)}"
+
+
+def of_routers(served: list[dict]) -> str:
+    """Tabulate servers behind a router: output tokens/s of all, the share of their prompts' tokens
+    that was cached, and how many requests each was given."""
     by: dict[tuple, dict[str, dict]] = {}
-    for row in rows(ROUTING):
+    for row in served:
         by.setdefault((row["load"], row["rate"], row["policy"]), {})[row["backend"]] = row
+    lines = []
     for (load, rate, policy), found in by.items():
         default, prefix = found["default"], found["prefix"]
         tokens = [row["output_tokens_per_s"] for row in (default, prefix)]
         cached = ", ".join(f"{row['cached_share']:.0%}" for row in (default, prefix))
         requests = dict.fromkeys(" + ".join(map(str, x["requests"])) for x in (default, prefix))
-        yield (_title(load, rate), policy.replace("_", " "), *(f"{x:.0f}" for x in tokens),
-               f"{tokens[1] / tokens[0]:.2f}", cached, ", ".join(requests))  # fmt: skip
+        lines.append((_title(load, rate), policy.replace("_", " "), *(f"{x:.0f}" for x in tokens),
+                      f"{tokens[1] / tokens[0]:.2f}", cached, ", ".join(requests)))  # fmt: skip
+    columns = ("load", "the router's policy", "default", "prefix", "over default", "cached",
+               "requests of a server")  # fmt: skip
+    return table(columns, lines)
 
 
 @page_table("measured on | the first server | later ones", *chain.from_iterable(STARTS))

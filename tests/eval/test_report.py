@@ -65,6 +65,18 @@ def test_tables_and_sources(files, capsys):
     assert "| shared8k | flashinfer | 15.00 | 1.000 |" in text
 
 
+def test_every_result_has_figures_or_is_refused_by_its_command(capsys):
+    told = 0
+    for path in sorted(provenance.ROOT.glob("eval/results/*.json")):
+        try:
+            assert report.main([str(path)]) == 0 and "| --- |" in capsys.readouterr().out
+            told += 1
+        except SystemExit:
+            said = provenance.load(path)["meta"]["command"]
+            assert f"{path.name}: no figures are printed of {said}" in capsys.readouterr().err
+    assert told
+
+
 @pytest.fixture
 def pages(tmp_path, monkeypatch):
     """Two pages, one with a table of its own, and what the tables say."""
