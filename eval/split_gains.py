@@ -41,7 +41,10 @@ def gain(paths: PathTable, heads: HeadConfig) -> float:
 
 
 def _heads(text: str) -> HeadConfig:
-    return HeadConfig(*parse_heads(text), _HEAD_DIM)
+    """Parse heads that the portable kernel is built for. Raises ValueError."""
+    heads = HeadConfig(*parse_heads(text), _HEAD_DIM)
+    PortableBackend.config_for(heads)
+    return heads
 
 
 def main(argv: list[str]) -> int:

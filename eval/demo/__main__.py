@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 
 from eval import checkpoints
 from eval.checkpoints import SMOLLM2
+from eval.cli_values import output
 from eval.counters import growth
 from eval.demo.comparison import Run, compare, render, render_texts, summarize
 from eval.demo.near_ties import Output
@@ -79,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.demo", description=__doc__)
     parser.add_argument("--backend", default="prefix", help="attention backend under test")
     parser.add_argument("--model", choices=["tiny", "smollm2"], default="tiny")
-    parser.add_argument("--output", type=Path, default=BUILD / "demo.json")
+    parser.add_argument("--output", type=output, default=str(BUILD / "demo.json"))
     args = parser.parse_args(argv)
     end_on_sigterm()
     gpu = torch.cuda.is_available()
@@ -109,8 +110,7 @@ def main(argv: list[str] | None = None) -> int:
     ours, stock, *noise = runs
     comparison = compare(ours, stock, *noise)
     summary = summarize(ours, stock, comparison, sglang_version=version("sglang"), device=device)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(summary, indent=2) + "\n")
+    Path(args.output).write_text(json.dumps(summary, indent=2) + "\n")
     if tokenizer:
         render_texts(ours, stock, tokenizer, console)
     render(summary, console)
