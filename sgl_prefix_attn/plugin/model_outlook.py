@@ -27,6 +27,7 @@ _LINEAR = "linear attention"
 class Outlook(NamedTuple):
     """What a server would do with a model.
 
+    unread   why SGLang reads no model from the config, "" where it does
     refused  why it does not start, "" where it does
     stock    why every step runs SGLang's own backend, as a label of metrics, "" where the config
              names nothing
@@ -35,6 +36,7 @@ class Outlook(NamedTuple):
     traits   each kind of attention layer
     """
 
+    unread: str = ""
     refused: str = ""
     stock: str = ""
     layers: str = ""
@@ -48,9 +50,12 @@ def outlook(folder: Path, tp: int) -> Outlook:
 
     try:
         config = ModelConfig(str(folder))
+    except Exception as error:  # of any type
+        return Outlook(unread=f"SGLang reads no model from it: {type(error).__name__}: {error}")
+    try:
         raise_if_unsupported(config)
         kinds = layer_kinds(config)
-    except Exception as error:  # SGLang's own refusals are of any type
+    except Exception as error:
         return Outlook(refused=str(error) or type(error).__name__)
     kv_dtype = _kv_dtype(config)
     groups = divide(

@@ -35,6 +35,10 @@ def amount(text: str) -> float:
 def new_file(text: str) -> Path:
     """Take a file that can be written, in a folder that is there."""
     path = Path(text)
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    try:
+        writable = not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
+    except OSError as error:  # a folder that may not be searched, too long a name
+        raise ArgumentTypeError(f"{text} cannot be written: {error.strerror}") from None
+    if not writable:
         raise ArgumentTypeError(f"{text} cannot be written, or its folder is missing")
     return path

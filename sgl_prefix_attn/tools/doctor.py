@@ -93,6 +93,8 @@ def check_model(folder: Path, tp: int, gpu: str) -> Check:
     from sgl_prefix_attn.plugin.model_outlook import fallback_of, outlook, sglangs_choice
 
     found = outlook(folder, tp)
+    if found.unread:
+        return Check("model", FAIL, found.unread, "correct what the error names in its config.json")
     if found.refused:
         return Check("model", FAIL, found.refused, "serve it without --attention-backend prefix")
     stock = found.stock

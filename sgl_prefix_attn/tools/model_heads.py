@@ -23,7 +23,7 @@ def add_heads(parser: argparse.ArgumentParser) -> None:
         "--heads", default="32/8", help="query/KV heads of the model (default: 32/8)"
     )
     parser.add_argument(
-        "--head-dim", type=int, help=f"of --heads, not with --model (default: {HEAD_DIM})"
+        "--head-dim", type=count, help=f"of --heads, not with --model (default: {HEAD_DIM})"
     )
     parser.add_argument("--tp", type=count, default=1, help="tensor-parallel size (default: 1)")
 
@@ -36,7 +36,11 @@ def chosen_heads(
     the command takes the heads by which that decodes."""
     if args.model is None:
         head_dim = HEAD_DIM if args.head_dim is None else args.head_dim
-        return None, heads_on_rank(*parse_heads(args.heads), head_dim, args.tp)
+        named = parse_heads(args.heads)
+        try:
+            return None, heads_on_rank(*named, head_dim, args.tp)
+        except ValueError as error:
+            raise ValueError(f"--heads {args.heads}: {error}") from None
     if args.head_dim is not None:
         raise ValueError("--head-dim: a --model has its own")
     config, heads = config_and_heads(args.model, args.tp)

@@ -450,7 +450,8 @@ def test_the_command(many, capsys):
         (["--model", "missing"], "--model: cannot read"),
         (["--gpu", "A100", "--kernels", "hopper"], "cannot run here (compute:8.0)"),
         (["--kv-tokens", "1000"], "no request fits a pool of 1,000"),
-        (["--heads", "8/0"], "num_kv_heads must be a positive integer, got 0"),
+        (["--heads", "8/0"], "--heads 8/0: num_kv_heads must be a positive integer, got 0"),
+        (["--rate", "1e-15"], "--rate 1e-15: the last request would come after 1e+12 s"),
     ],
 )
 def test_what_cannot_be_analyzed_is_said(arguments, message, many, capsys):

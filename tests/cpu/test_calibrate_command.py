@@ -212,7 +212,6 @@ def test_an_e4m3_cache_has_a_calibration_of_its_own(gpu):
         (["--heads", "32"], "like 32/8"),
         (["--heads", "32/5"], "multiple"),
         (["--heads", "32/8", "--tp", "5"], "--tp 5"),
-        (["--head-dim", "0"], "head_dim"),
         (["--batches", "7"], "at least 40"),
         (["--model", "/nowhere"], "cannot read"),
         (["--kv-cache-dtype", "fp8_e4m3", "--dtype", "float16"], "--dtype"),
@@ -223,6 +222,12 @@ def test_bad_arguments_are_named(options, reason, gpu, capsys):
     assert main.main(["calibrate", *options]) == 2
     assert reason in capsys.readouterr().err
     assert FakeMeter.measured == 0
+
+
+def test_a_head_dim_is_a_count(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main.main(["calibrate", "--head-dim", "0"])
+    assert "argument --head-dim: must be at least 1, got 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -248,6 +248,12 @@ def test_what_cannot_be_explained_is_said(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_a_picture_that_cannot_be_written_is_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main.main(["explain", "2_9", "--png", "x" * 300])
+    assert "argument --png: " in (said := capsys.readouterr().err) and "cannot be written" in said
+
+
 def test_an_unknown_strategy_is_refused_for_any_kernels(capsys):
     with pytest.raises(SystemExit, match="2"):
         main.main(["explain", "2_9", "--strategy", "best"])

@@ -133,6 +133,14 @@ def test_a_checkpoint_may_bring_an_fp8_kv_cache(key, tmp_path, monkeypatch):
     assert "(kv_dtype:float8_e4m3fn)" in check_model(tmp_path, 1, gpu="NVIDIA A100").detail
 
 
+def test_a_config_that_sglang_cannot_read_is_said(tmp_path):
+    write_config(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_text()) | {"architectures": []}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check = check_model(tmp_path, 1, gpu="")
+    assert check.status == FAIL and check.detail.startswith("SGLang reads no model from it: ")
+
+
 def test_config_json_may_be_named_itself(tmp_path, capsys):
     write_config(tmp_path, "llama")
     said = []

@@ -86,9 +86,12 @@ class Trace(NamedTuple):
 
     def at_rate(self, rate: float) -> Trace:
         """Let `rate` requests come in a second, on average: as unevenly as in the trace, or evenly
-        where they all come at once."""
+        where they all come at once. Raises ValueError where the last would come after LATEST."""
+        end = (self.size - 1) / rate
+        if end >= LATEST:
+            raise ValueError(f"--rate {rate:g}: the last request would come after {LATEST:g} s")
         if span := self.arrival[-1]:
-            return self._replace(arrival=self.arrival * ((self.size - 1) / rate / span))
+            return self._replace(arrival=self.arrival / span * end)
         return self._replace(arrival=np.arange(self.size) / rate, has_arrivals=True)
 
 
