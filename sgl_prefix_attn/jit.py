@@ -74,8 +74,9 @@ def _digest(folder: Path) -> str:
 class _BySources(_CacheLocator):
     """Says where numba keeps a function: in a folder named after the digest of its sources."""
 
-    def __init__(self, function: Callable, folder: Path):
+    def __init__(self, function: Callable, py_file: str, folder: Path):
         self._line, self._folder = function.__code__.co_firstlineno, folder
+        self._py_file = py_file  # numba's warnings name it
 
     def get_cache_path(self) -> str:
         return str(self._folder)
@@ -89,7 +90,7 @@ class _BySources(_CacheLocator):
     @classmethod
     def from_function(cls, py_func: Callable, py_file: str) -> "_BySources | None":
         for folder in folders():
-            found = cls(py_func, folder / _digest(Path(py_file).parent))
+            found = cls(py_func, py_file, folder / _digest(Path(py_file).parent))
             try:
                 found.ensure_cache_path()
             except OSError:

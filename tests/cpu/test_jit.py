@@ -5,8 +5,10 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 from numba import config
+from numba.core.errors import NumbaWarning
 
 from sgl_prefix_attn import jit
 from tests.cpu.test_arrows import FILES, IMPORTS
@@ -29,6 +31,13 @@ print("unique:", build_forest(path_table([(-1, 4)], [0, 0], [6, 7])).unique_toke
 
 def twice(x):
     return 2 * x
+
+
+LARGE = np.arange(1 << 20)
+
+
+def of_large(i):
+    return LARGE[i]
 
 
 def compiled_modules() -> dict[str, str]:
@@ -136,3 +145,10 @@ def test_another_error_of_numba_is_raised(monkeypatch):
     monkeypatch.setattr(jit, "_Cache", refuse)
     with pytest.raises(RuntimeError, match="NUMBA_CPU_NAME"):
         jit.cached_njit(twice)
+
+
+def test_what_numba_cannot_keep_runs_nevertheless(folder):
+    """A large constant is one case; with NUMBA_OPT=0 every function is."""
+    with pytest.warns(NumbaWarning, match=f"Cannot cache .*{of_large.__name__}"):
+        assert jit.cached_njit(of_large)(7) == 7
+    assert not list(folder.rglob("*.nbc"))
