@@ -13,13 +13,14 @@ def store_kv_kernel(
     v_ptr,  # [rows, v_width], rows stride_v apart
     k_cache_ptr,  # float8_e4m3fn [slots, k_width], slots stride_k_cache apart, written
     v_cache_ptr,  # float8_e4m3fn [slots, v_width], slots stride_v_cache apart, written
-    slots_ptr,  # int [>= rows]
+    slots_ptr,  # int [>= rows], stride_slots apart
     k_scale,
     v_scale,
     stride_k,
     stride_v,
     stride_k_cache,
     stride_v_cache,
+    stride_slots,
     k_width,
     v_width,
     STEP: tl.constexpr,
@@ -33,7 +34,7 @@ def store_kv_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     i_row = tl.program_id(0).to(tl.int64)
-    i_slot = tl.load(slots_ptr + i_row).to(tl.int64)
+    i_slot = tl.load(slots_ptr + i_row * stride_slots).to(tl.int64)
     if tl.program_id(1) == 0:
         p_row, p_slot = k_ptr + i_row * stride_k, k_cache_ptr + i_slot * stride_k_cache
         _store_row(p_row, p_slot, k_scale, k_width, STEP)

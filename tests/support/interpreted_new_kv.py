@@ -37,6 +37,7 @@ def rounded(x, scale):
     return quotient.to(x.dtype).to(E4M3)
 
 
+@pytest.mark.parametrize("apart", [1, 3])  # a column of a draft round's slots
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("rows", "heads", "dims", "scales"),
@@ -47,7 +48,7 @@ def rounded(x, scale):
     ],
     ids=str,
 )
-def test_rows_of_a_packed_product(rows, heads, dims, scales, dtype):
+def test_rows_of_a_packed_product(rows, heads, dims, scales, dtype, apart):
     generator = torch.Generator().manual_seed(rows)
     packed = torch.randn(rows, heads * sum(dims) + 8, generator=generator)
     packed[:, ::5] *= 2.0**-8  # small ones are rounded to steps of 2**-9
@@ -57,6 +58,8 @@ def test_rows_of_a_packed_product(rows, heads, dims, scales, dtype):
     before = packed.clone()
     caches = [torch.full((rows + 9, heads, dim), NAN, dtype=torch.uint8).view(E4M3) for dim in dims]
     slots = torch.randperm(rows + 9, generator=generator)[:rows]
+    slots = torch.stack([slots, *[slots.flip(0)] * (apart - 1)], dim=1)[:, 0]
+    assert rows == 1 or slots.stride(0) == apart
     launch_store(k, v, *caches, slots, *scales)
     assert torch.equal(packed, before)
     others = torch.ones(rows + 9, dtype=torch.bool).index_fill(0, slots, False)

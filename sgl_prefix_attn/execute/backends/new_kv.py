@@ -26,7 +26,7 @@ def store_narrow(
     k, v  [rows, Hkv, D] in the model's dtype, values of a dimension of their own; rows may be
           strided
     k_cache, v_cache  float8_e4m3fn [slots, Hkv, D], a slot's elements side by side
-    slots  int [>= rows]
+    slots  int [>= rows], which may be strided: a draft step's are a column of its round's
 
     On a GPU more than 448 becomes 448, where torch makes NaN of it.
     """
@@ -47,8 +47,8 @@ def launch_store(k, v, k_cache, v_cache, slots, k_scale, v_scale, pdl: bool = Fa
     step = min(_MOST, triton.next_power_of_2(max(k_width, v_width)))
     store_kv_kernel[len(k), 2](
         k, v, k_cache, v_cache, slots, _rounded(k_scale, k.dtype), _rounded(v_scale, v.dtype),
-        k.stride(0), v.stride(0), k_cache.stride(0), v_cache.stride(0), k_width, v_width, STEP=step,
-        PDL=pdl, launch_pdl=pdl,
+        k.stride(0), v.stride(0), k_cache.stride(0), v_cache.stride(0), slots.stride(0), k_width,
+        v_width, STEP=step, PDL=pdl, launch_pdl=pdl,
     )  # fmt: skip
 
 
