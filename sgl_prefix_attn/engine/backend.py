@@ -41,8 +41,12 @@ logger = logging.getLogger(__name__)
 
 # What stock backends declare of themselves beside SGLang's three methods, for the steps they run.
 STOCK_FACTS = ("extend_dummy_seqs_capped_by_req_pool", "kv_index_translator", "max_context_len")
-# What models of latent attention ask for in prompts whose cached prefix is expanded in chunks.
-CHUNKS = "init_mha_chunk_metadata"
+# What is asked for where prompts of latent attention expand their cached prefix in chunks.
+CHUNKS = (
+    "init_mha_chunk_metadata",
+    "supports_full_cuda_graph_chunked_prefix",
+    "prepare_full_cuda_graph_chunked_prefix",
+)
 
 
 class PrefixAttnBackend(AttentionBackend):
@@ -85,8 +89,9 @@ class PrefixAttnBackend(AttentionBackend):
         self.extends = Extends(runner, settings, counters, built)
         self._stock_extend = self._stock_verify = self.stock
         self._take_up_stock_extend()
-        if hasattr(self._stock_extend, CHUNKS):
-            setattr(self, CHUNKS, getattr(self._stock_extend, CHUNKS))
+        for name in CHUNKS:
+            if hasattr(self._stock_extend, name):
+                setattr(self, name, getattr(self._stock_extend, name))
         self.decode = Lane(runner, built, counters, "a decode step", self._only_stock)
         # A target model that verifies never decodes, but its other batches may run plans.
         problem = model_facts.speculative(runner.server_args)

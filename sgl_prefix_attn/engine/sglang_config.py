@@ -61,6 +61,13 @@ def default_backend(server_args) -> str:
     return getattr(server_args, _CHOSEN, None) or options(server_args).attention_backend
 
 
+def has_chunked_prefix_cache(backend: str) -> bool:
+    """Whether SGLang lets a backend expand the cached prefixes of latent attention in chunks."""
+    from sglang.srt.server_args import CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS
+
+    return backend in CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS
+
+
 def name_one_backend(server_args) -> None:
     """Until 0.5.18, where prefill and decode name one backend, have SGLang build that one: it goes
     by `attention_backend` then, whatever they name."""

@@ -40,7 +40,11 @@ def ask_for_decode(server_args) -> bool:
 
 
 def give_prefill(server_args) -> None:
-    """Give prefill to prefix attention, after SGLang has chosen what it would have run."""
+    """Give prefill to prefix attention, after SGLang has chosen what it would have run: what that
+    cannot do, the other can no more."""
+    prefill, _ = sglang_config.attention_backends(server_args)
+    if not sglang_config.has_chunked_prefix_cache(prefill):
+        sglang_config.settle(server_args, disable_chunked_prefix_cache=True)
     sglang_config.settle(server_args, prefill_attention_backend=BACKEND_NAME)
     sglang_config.name_one_backend(server_args)
 

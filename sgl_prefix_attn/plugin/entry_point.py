@@ -19,9 +19,14 @@ logger = logging.getLogger(__name__)
 def register() -> None:
     """Make `--attention-backend prefix` known to this process. Idempotent, cheap, no CUDA."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
-    from sglang.srt.server_args import add_attention_backend_choices
+    from sglang.srt.server_args import (
+        add_attention_backend_choices,
+        add_chunked_prefix_cache_attention_backend,
+    )
 
     add_attention_backend_choices([BACKEND_NAME])
+    # or else start_checks.give_prefill turns it off
+    add_chunked_prefix_cache_attention_backend(BACKEND_NAME)
     register_attention_backend(BACKEND_NAME)(create)
     try:
         sglang = versions.installed()

@@ -172,11 +172,16 @@ def test_drafts_are_verified_over_plans(monkeypatch):
 
 
 def test_chunks_of_a_cached_prefix_are_the_stock_backends(monkeypatch):
-    asked = []
-    assert not hasattr(Server(monkeypatch, latent=True).backend, "init_mha_chunk_metadata")
-    monkeypatch.setattr(Stock, "init_mha_chunk_metadata", lambda _, x: asked.append(x), False)
-    Server(monkeypatch, latent=True).backend.init_mha_chunk_metadata("batch")
-    assert asked == ["batch"]
+    before = Server(monkeypatch, latent=True).backend
+    assert not hasattr(before, "init_mha_chunk_metadata")
+    assert not before.supports_full_cuda_graph_chunked_prefix
+    methods = "init_mha_chunk_metadata", "prepare_full_cuda_graph_chunked_prefix"
+    for name in methods:
+        monkeypatch.setattr(Stock, name, lambda _, x, name=name: (name, x), False)
+    monkeypatch.setattr(Stock, "supports_full_cuda_graph_chunked_prefix", True)
+    backend = Server(monkeypatch, latent=True).backend
+    assert [getattr(backend, name)("batch") for name in methods] == [(x, "batch") for x in methods]
+    assert backend.supports_full_cuda_graph_chunked_prefix
 
 
 # --- who serves it, and what the model is told ----------------------------------------------------

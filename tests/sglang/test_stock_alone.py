@@ -95,6 +95,16 @@ def test_prefix_changes_nothing_that_sglang_chooses_for_a_model(resolve, model_t
         assert sglang_config.attention_backends(args) == (prefill, "prefix")
 
 
+@pytest.mark.parametrize(("chosen", "has"), [(None, True), ("triton", False)])
+def test_cached_prefixes_are_expanded_in_chunks_where_sglangs_choice_can(resolve, chosen, has):
+    """By SGLang's gate, which goes by the name of the prefill backend."""
+    asked = {"attention_backend": chosen, "decode_attention_backend": "prefix"}
+    args = resolve("deepseek_v3", prefill_attention_backend="prefix", **asked)
+    assert sglang_config.attention_backends(args) == ("prefix", "prefix")
+    assert sglang_config.has_chunked_prefix_cache("prefix")
+    assert sglang_config.options(args).disable_chunked_prefix_cache is not has
+
+
 def test_a_prefill_backend_that_a_model_accepts_may_be_named_beside_prefix(resolve):
     args = resolve("gpt_oss", prefill_attention_backend="triton", decode_attention_backend="prefix")
     assert sglang_config.attention_backends(args) == ("triton", "prefix")
