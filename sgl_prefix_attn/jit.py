@@ -114,8 +114,9 @@ class _SaysSo(event.Listener):
         self._depth, self._start, self._spent = 0, 0.0, 0.0
 
     def notify(self, event: Any) -> None:
-        module = event.data["dispatcher"].py_func.__module__
-        if module.startswith(f"{PACKAGE.name}."):  # others may use numba in this process, too
+        # Others may use numba in this process, too; what they exec() has no module.
+        module = event.data["dispatcher"].py_func.__module__ or ""
+        if module.startswith(f"{PACKAGE.name}."):
             super().notify(event)
 
     def on_start(self, event: Any) -> None:

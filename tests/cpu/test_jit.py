@@ -131,6 +131,7 @@ def test_a_cold_start_says_once_what_it_compiles(folder, monkeypatch, caplog):
     jit._log_once.cache_clear()
     other = types.FunctionType(twice.__code__, {"__name__": "somebody_elses"})
     jit.njit(other)(21)
+    assert jit.njit(types.FunctionType(twice.__code__, {}))(21) == 42  # as exec() makes them
     assert not caplog.messages
     for _ in range(2):
         jit.cached_njit(types.FunctionType(twice.__code__, {"__name__": "sgl_prefix_attn.x"}))(21)
