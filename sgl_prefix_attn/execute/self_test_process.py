@@ -141,8 +141,12 @@ def remember(folder: Path, verdict: Verdict) -> None:
 def run_self_test(subject: Subject, device: str) -> Verdict:
     """Try the subject's kernels on a device in a process that ends by DEADLINE_S at the latest."""
     command = [*_COMMAND, orjson.dumps(asdict(subject)).decode(), device]
-    # a file, not a pipe: what the process leaves behind may keep that open
-    with tempfile.TemporaryFile() as log:
+    try:
+        # a file, not a pipe: what the process leaves behind may keep that open
+        log = tempfile.TemporaryFile()
+    except OSError as error:
+        return Verdict(subject, f"not started: {error}", lasts=False)
+    with log:
         try:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

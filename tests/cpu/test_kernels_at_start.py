@@ -170,6 +170,15 @@ def test_a_process_that_does_not_start_is_a_failure(trying, caplog, monkeypatch)
     assert not start(caplog)[1] and "failed at start: not started: " in caplog.text
 
 
+def test_without_a_temporary_folder_it_does_not_start(trying, caplog, monkeypatch):
+    def no_folder():
+        raise FileNotFoundError("No usable temporary directory found")
+
+    trying("")
+    monkeypatch.setattr(self_test_process.tempfile, "TemporaryFile", no_folder)
+    assert not start(caplog)[1] and "not started: No usable temporary directory" in caplog.text
+
+
 @pytest.mark.slow
 def test_what_hangs_is_killed_with_its_children(trying, caplog, monkeypatch, tmp_path):
     child = tmp_path / "child"
