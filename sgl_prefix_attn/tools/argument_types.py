@@ -8,17 +8,22 @@ LARGEST = (1 << 31) - 1  # counts become int32, and sizes of arrays
 MOST = 1_000_000  # milliseconds, requests a second
 
 
-def count(text: str) -> int:
-    """Read an integer of at least 1 that an int32 holds."""
+def count(text: str, least: int = 1) -> int:
+    """Read an integer of at least `least` that an int32 holds."""
     try:
         value = int(text)
     except ValueError:
         raise ArgumentTypeError(f"{text!r} is no integer") from None
-    if value < 1:
-        raise ArgumentTypeError(f"must be at least 1, got {value}")
+    if value < least:
+        raise ArgumentTypeError(f"must be at least {least}, got {value}")
     if value > LARGEST:
         raise ArgumentTypeError(f"must be at most {LARGEST}, got {value}")
     return value
+
+
+def seed(text: str) -> int:
+    """Read an integer of at least 0 that an int32 holds."""
+    return count(text, least=0)
 
 
 def amount(text: str) -> float:

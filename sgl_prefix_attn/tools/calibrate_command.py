@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sgl_prefix_attn.records import FA3, FLASHINFER, HeadConfig
-from sgl_prefix_attn.tools.argument_types import count
+from sgl_prefix_attn.tools.argument_types import count, seed
 from sgl_prefix_attn.tools.exit_status import FAILED
 from sgl_prefix_attn.tools.model_heads import add_heads, chosen_heads
 from sgl_prefix_attn.tools.named_gpus import add_kernels, family_on
@@ -55,7 +55,7 @@ def add_parser(commands) -> None:
     )  # fmt: skip
     parser.add_argument("--page-size", type=count, default=1, help="the server's (default: 1)")
     parser.add_argument("--batches", type=count, default=600, help="to measure (default: 600)")
-    parser.add_argument("--seed", type=int, default=0, help="of the batches (default: 0)")
+    parser.add_argument("--seed", type=seed, default=0, help="of the batches (default: 0)")
     parser.add_argument(
         "--out", type=Path, help="file to write (default: in the user's cache folder)"
     )

@@ -224,10 +224,12 @@ def test_bad_arguments_are_named(options, reason, gpu, capsys):
     assert FakeMeter.measured == 0
 
 
-def test_a_head_dim_is_a_count(capsys):
+@pytest.mark.parametrize(("name", "value", "least"), [("--head-dim", 0, 1), ("--seed", -1, 0)])
+def test_what_is_no_count_is_refused(name, value, least, capsys):
     with pytest.raises(SystemExit, match="2"):
-        main.main(["calibrate", "--head-dim", "0"])
-    assert "argument --head-dim: must be at least 1, got 0" in capsys.readouterr().err
+        main.main(["calibrate", name, str(value)])
+    said = f"argument {name}: must be at least {least}, got {value}"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
