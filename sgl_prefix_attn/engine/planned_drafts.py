@@ -25,8 +25,9 @@ from sgl_prefix_attn.engine.model_facts import least_saving_us
 from sgl_prefix_attn.engine.ranks import agreement
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.paths.tree_reader import RunningBatch
+from sgl_prefix_attn.records import STOCK, Decision
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.step.preparer import StepPreparer
+from sgl_prefix_attn.step.preparer import Step, StepPreparer
 
 logger = logging.getLogger(__name__)
 
@@ -83,17 +84,23 @@ class PlannedDrafts:
         pool = self._runner.req_to_token_pool
         if self._steps.problem is None and schedule_batch.req_to_token_pool is not pool:
             self._only_stock("draft_cache")  # the tree does not know its slots
+        if self._steps.problem is not None:
+            self.counters.draft(Decision(STOCK, self._steps.problem))
+            return
         if (decision := self._steps.pass_over()) is not None:
             self.counters.draft(decision)
             return
-        reqs = schedule_batch.reqs
+        step = self.lane.observe(lambda: self._prepare(forward_batch, schedule_batch))
+        if step is not None:
+            self.counters.draft(step.decision)
+
+    def _prepare(self, forward_batch, schedule_batch) -> Step:
+        reqs, tree = schedule_batch.reqs, schedule_batch.tree_cache
         lens, is_exact = committed(forward_batch, reqs)
         seq_lens = lens + 1  # with the first step's token
         self._steps.lengths_jumped(seq_lens)
-        batch = RunningBatch(reqs, schedule_batch.tree_cache, seq_lens, pool.req_to_token, is_exact)
-        step = self.lane.observe(lambda: self._steps.prepare(batch))
-        if step is not None:
-            self.counters.draft(step.decision)
+        table = self._runner.req_to_token_pool.req_to_token
+        return self._steps.prepare(RunningBatch(reqs, tree, seq_lens, table, is_exact))
 
     @property
     def needs_cpu_seq_lens(self) -> bool:

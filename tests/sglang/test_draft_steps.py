@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sgl_prefix_attn.engine import build_drafts
+from sgl_prefix_attn.engine import build_drafts, planned_drafts
 from sgl_prefix_attn.engine.build import NoKernels
 from sgl_prefix_attn.execute.backends.torch_backend import TorchBackend
 from sgl_prefix_attn.execute.executor import PlanExecutor
@@ -236,6 +236,15 @@ def test_a_round_that_cannot_be_planned_is_stock_and_counted(start, monkeypatch,
         drafts.graphs.replayed.clear()
     drafts.assert_right(graph=in_graphs)
     assert drafts.backend.counters.drafts == {PREFIX: 2, Decision("stock", "planner_error"): 8}
+
+
+def test_rounds_that_cannot_be_read_are_stock_and_counted(start, monkeypatch):
+    drafts = start()
+    monkeypatch.setattr(planned_drafts, "committed", lambda *_: 1 / 0)
+    assert stock_calls(drafts) == STOCK_ROUND
+    assert drafts.backend.counters.drafts == {}
+    assert stock_calls(drafts) == STOCK_ROUND
+    assert drafts.backend.counters.drafts == {Decision("stock", "internal_error"): 1}
 
 
 @pytest.mark.parametrize("how", ["unseen", "lengths"])
