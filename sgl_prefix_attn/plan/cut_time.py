@@ -86,8 +86,8 @@ def _block_costs(rates, edge, blocks, heads):
 
 @cached_njit
 def _busiest_cta(item, products, parts, num_kv_heads, num_sms):
-    """The most that a CTA has of items' costs, and of their products. Tickets as the kernel hands
-    them out: heaviest items first, rounds back and forth."""
+    """The most that a CTA has of items' costs, and of their products. Tickets as Hopper's kernels
+    deal them: heaviest items first, rounds back and forth (schedule.py says of others)."""
     load, alone = np.zeros(num_sms), np.zeros(num_sms)
     ticket = 0
     for tile in np.argsort(-item, kind="mergesort"):

@@ -19,7 +19,8 @@ class Ticket:
 
 def in_rounds(costs: Sequence[float], heads: int, ctas: int) -> Iterator[Ticket]:
     """Deal the tickets of items that cost so much in turn to all CTAs, every second round
-    backwards."""
+    backwards, as Hopper's kernels do. Nearly so do the portable ones, whose CTAs take the next
+    ticket when they are free."""
     free = [0.0] * ctas
     for ticket in range(len(costs) * heads):
         turn, place = divmod(ticket, ctas)

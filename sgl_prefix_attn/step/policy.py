@@ -54,8 +54,8 @@ class BatchFacts:
     """
 
     policy: str = "auto"  # PREFIX_ATTN_POLICY
-    model: str | None = None  # engine/model_facts.unsupported_model()
-    tree: str | None = None  # paths()
+    model: str | None = None  # of the model, the kind of batch, or what only_stock() was told
+    tree: str | None = None  # readers.unsupported_tree(), or beams in the batch
     graph: str | None = None  # GraphVariants.problem(): no prefix graph of its size
     predicted: Prediction | None = None
     source: str = "measured"
