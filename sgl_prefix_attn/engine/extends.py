@@ -6,7 +6,7 @@ has decode graphs of two variants (graph_variants.py).
 """
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sgl_prefix_attn.engine import determinism, model_facts, sglang_config
 from sgl_prefix_attn.engine.asked_tokens import asked
@@ -103,8 +103,9 @@ class Extends:
             determinism.raise_if_prompts_are_stock(
                 args, self._no_prompts or problem or model_facts.keeps_states(runner)
             )
-            execution = _execution(runner, settings, decode)
-            _log(kinds, self._no_prompts, model_facts.no_draft_steps(args))
+            if problem is None:
+                execution = _execution(runner, settings, decode)
+            _log(kinds, problem, self._no_prompts, model_facts.no_draft_steps(args))
         times = decode.predictor and PrefillTime(decode.planner.heads, decode.predictor.source)
         self._preparer = ExtendPreparer(
             settings,
@@ -178,15 +179,24 @@ class Extends:
         self._preparer.only_stock(reason)
 
 
-def _log(kinds: PlannedKinds, no_prompts: str | None, no_drafts: str | None) -> None:
-    """Log which kinds run plans, and why prompts and draft steps do not."""
-    planned = replace(kinds, prefill=kinds.prefill and no_prompts is None)
+def _log(
+    kinds: PlannedKinds, problem: str | None, no_prompts: str | None, no_drafts: str | None
+) -> None:
+    """Log which kinds run plans, and why none does, prompts do not, and draft steps do not."""
+    against_prompts = problem or no_prompts
+    planned = PlannedKinds(
+        kinds.prefill and against_prompts is None, kinds.verify and problem is None
+    )
     if planned.any:
         logger.info(
             "--attention-backend prefix: plans serve %s batches of shared prefixes", planned
         )
-    if planned != kinds:
-        logger.info("--attention-backend prefix: prompts run stock attention (%s)", no_prompts)
+    if planned.prefill != kinds.prefill:
+        logger.info("--attention-backend prefix: prompts run stock attention (%s)", against_prompts)
+    if planned.verify != kinds.verify:
+        logger.info(
+            "--attention-backend prefix: drafts are verified by stock attention (%s)", problem
+        )
     if no_drafts is not None:
         logger.info(
             "--attention-backend prefix: the draft model runs stock kernels (%s)", no_drafts

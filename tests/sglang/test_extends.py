@@ -5,6 +5,7 @@ The policy and the preparation of a batch: tests/cpu/test_extend.py.
 
 import pytest
 import torch
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_prefix_attn.engine import extends as extends_module
@@ -204,6 +205,21 @@ def test_stock_verification_may_have_a_backend_of_its_own(monkeypatch):
     server.eager_step(1)
     assert verify.calls == ["graph_state", "metadata", "out_graph:capture", "in_graph", "extend"]
     assert server.stock.calls == ["graph_state", "metadata", "decode"]
+
+
+def test_a_model_with_other_layers_plans_no_prompts_and_takes_no_memory_for_them(
+    monkeypatch, caplog
+):
+    caplog.set_level("INFO")
+    window = RadixAttention(HQ, D, 1.0, HKV, 1, sliding_window_size=16)
+    server = PrefillServer(monkeypatch, others=[window])
+    server.extend(server.extend_batch())
+    assert server.backend.counters.extends == {Decision("stock", "layers:sliding_window"): 1}
+    assert "prompts run stock attention (layers:sliding_window)" in caplog.text
+    assert "of shared prefixes" not in caplog.text
+    backend = server.backend
+    assert backend.extends.lane.executor is backend.decode.executor, "a workspace of its own"
+    server.assert_attention(*server.eager_step(1))
 
 
 def test_a_batch_that_was_not_observed_is_stock(monkeypatch):
