@@ -25,7 +25,7 @@ def register() -> None:
     )
 
     add_attention_backend_choices([BACKEND_NAME])
-    # or else start_checks.give_prefill turns it off
+    # start_checks.give_prefill turns it off where what SGLang chose for prefill does without
     add_chunked_prefix_cache_attention_backend(BACKEND_NAME)
     register_attention_backend(BACKEND_NAME)(create)
     try:
