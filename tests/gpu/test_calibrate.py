@@ -39,9 +39,10 @@ def test_batches_are_measured_and_their_fit_is_usable(
     if fallback == FA3 and torch.cuda.get_device_capability(DEVICE)[0] != 9:
         pytest.skip("FlashAttention 3 is measured on Hopper GPUs")
     monkeypatch.setattr(procedure, "MOST_ERROR", 0.5)  # of so few batches
-    why_not = why_no_backend(DEVICE, heads, torch.bfloat16, kv_dtype)
-    if family == "hopper":
-        why_not = why_no_hopper(DEVICE, heads, torch.bfloat16, kv_dtype)
+    served = DEVICE, heads, torch.bfloat16, kv_dtype
+    why_not = why_no_hopper(*served) if family == "hopper" else why_no_backend(*served)
+    if family == "portable" and heads.latent_dim is not None:
+        why_not = "no portable kernels of latent layers"
     if why_not is not None:
         pytest.skip(why_not)
     key = startup.gpu_key(family, DEVICE, heads, kv_dtype, page_size, fallback)
