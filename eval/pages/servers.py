@@ -42,9 +42,13 @@ README_ROWS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
 )
 ROUTING = "routing_h200_x2"
 STARTS = (ALONE, ("serving_loads_h100",), ("serving_repeated_h100",))
-TITLES = {"default": "default", "flashinfer": "FlashInfer"}
-STOCK = tuple(TITLES)
 BESIDE_FA3 = "fa3/flashinfer"  # FlashInfer decodes, as where our servers run no plan
+TITLES = {
+    "default": "default",
+    "flashinfer": "FlashInfer",
+    BESIDE_FA3: "FlashInfer beside FlashAttention 3",
+}
+COLUMNS = ("default", "flashinfer", "prefix")
 
 
 def readme() -> str:
@@ -60,7 +64,7 @@ def readme() -> str:
     for names, load, rate, title in README_ROWS:
         backends = by_run(_rows(names))[load, rate]
         served = {backend: _tokens(own) for backend, own in backends.items()}
-        stock = {backend: served[backend] for backend in STOCK if backend in served}
+        stock = {backend: served[backend] for backend in TITLES if backend in served}
         best = max(stock, key=lambda backend: stock[backend])
         gain = served["prefix"] / stock[best]
         apart = _gap(backends["prefix"], backends[best])
@@ -87,25 +91,30 @@ def readme() -> str:
 )
 def loads():
     """All loads sent at once, or offline: output tokens/s and how far two servers of one backend
-    are apart, the time per token, and the share of prompts' tokens that each backend had cached."""
+    are apart, the time per token, and the share of prompts' tokens that each backend had cached.
+    FlashInfer's column has it beside another prefill backend, too."""
     for names, machine in FILES:
-        for (load, rate), backends in by_run(_rows(names)).items():
+        served_by = [
+            row | {"backend": "flashinfer"} if row["backend"] == BESIDE_FA3 else row
+            for row in _rows(names)
+        ]
+        for (load, rate), backends in by_run(served_by).items():
             if rate not in (ALL_AT_ONCE, OFFLINE):
                 continue
             served = {backend: _tokens(own) for backend, own in backends.items()}
-            stock = max((served[backend] for backend in STOCK if backend in served), default=0)
-            each = (*STOCK, "prefix")
-            cells = (f"{served[b]:.0f}" if b in served else "-" for b in each)
+            stock = max((served[b] for b in COLUMNS if b in served and b != "prefix"), default=0)
+            cells = (f"{served[b]:.0f}" if b in served else "-" for b in COLUMNS)
             ratios = (f"{served['prefix'] / of:.2f}" if of else "-"
                       for of in (served.get("default"), stock))  # fmt: skip
             steps = median(backends["prefix"], lambda row: row["prefix_share"])
             tpot = _over_default(backends, "tpot_ms", "p50")
             cached = ", ".join(
                 f"{median(backends[b], lambda row: row['cached_share']):.0%}"
-                for b in each
+                for b in COLUMNS
                 if b in backends
             )
-            spreads = (f"{_apart(backends[b]):.1%}" for b in each if len(backends.get(b, [])) > 1)
+            several = (backends[b] for b in COLUMNS if len(backends.get(b, [])) > 1)
+            spreads = (f"{_apart(own):.1%}" for own in several)
             yield (_title(load, rate), machine, *cells, *ratios, ", ".join(spreads) or "-", tpot,
                    cached, f"{steps:.0%}")  # fmt: skip
 
@@ -201,12 +210,7 @@ def _over_default(backends: dict[str, list[dict]], metric: str, at: str) -> str:
 
 
 def _rows(names: tuple[str, ...]) -> list[dict]:
-    """Return all rows of files; FlashInfer is FlashInfer, whatever reads its prompts."""
-    return [
-        row | {"backend": "flashinfer"} if row["backend"] == BESIDE_FA3 else row
-        for name in names
-        for row in rows(name)
-    ]
+    return [row for name in names for row in rows(name)]
 
 
 def _apart(own: list[dict]) -> float:
