@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -141,13 +142,10 @@ def remember(folder: Path, verdict: Verdict) -> None:
 def run_self_test(subject: Subject, device: str) -> Verdict:
     """Try the subject's kernels on a device in a process that ends by DEADLINE_S at the latest."""
     command = [*_COMMAND, orjson.dumps(asdict(subject)).decode(), device]
-    try:
-        # a file, not a pipe: what the process leaves behind may keep that open
-        log = tempfile.TemporaryFile()
-    except OSError as error:
-        return Verdict(subject, f"not started: {error}", lasts=False)
-    with log:
+    with ExitStack() as opened:
         try:
+            # a file, not a pipe: what the process leaves behind may keep that open
+            log = opened.enter_context(tempfile.TemporaryFile())
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )

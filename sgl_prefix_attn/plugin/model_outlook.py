@@ -55,7 +55,7 @@ def outlook(folder: Path, tp: int) -> Outlook:
     try:
         raise_if_unsupported(config)
         kinds = layer_kinds(config)
-    except Exception as error:
+    except Exception as error:  # of any type, where SGLang reads the config's details
         return Outlook(refused=str(error) or type(error).__name__)
     kv_dtype = _kv_dtype(config)
     groups = divide(
