@@ -15,6 +15,7 @@ Figure = Callable[[dict], float | None]
 LATENCIES = {"ttft_ms": "ttft", "tpot_ms": "tpot", "e2e_ms": "e2e_latency"}
 OF_STREAMS = ("ttft_ms", "tpot_ms")  # what only tokens that are sent as they come tell
 _FIGURES = {"mean": "mean", "p50": "median", "p99": "p99"}
+_LEAST_LINES = 3  # the first, and often the last, tells of prompts' time, too
 _BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 _KV_BYTES = "sglang:prefix_attn_kv_bytes_total"
 _PLAN_SECONDS = "sglang:prefix_attn_plan_seconds_total"
@@ -90,12 +91,13 @@ def text(row: dict) -> str:
 
 
 def _step_ms(log: str) -> float | None:
-    """Return the median time of the decode steps of as many requests as ran at most; None where the
-    log tells none. However slowly tokens are streamed, SGLang's scheduler does not wait for it."""
+    """Return the median time of the decode steps of as many requests as ran at most; None where too
+    few lines of the log tell it. However slowly tokens are streamed, SGLang's scheduler does not
+    wait for it."""
     steps = [(int(running), float(rate)) for running, rate in _DECODE_LINE.findall(log)]
     most = max((running for running, _ in steps), default=0)
     found = [1e3 * running / rate for running, rate in steps if running == most and rate]
-    return statistics.median(found) if found else None
+    return statistics.median(found) if len(found) >= _LEAST_LINES else None
 
 
 def latency(row: dict, name: str, figure: str) -> float | None:

@@ -238,12 +238,13 @@ def test_steps_and_bytes_are_what_the_counters_grew_by():
         ("sglang:prefix_attn_kv_bytes_total", (("kind", "unique"),)): 0.0,
     }
     log = "Prefill, #running-req: 9\nDecode batch, #running-req: 12, #token: 7"
-    assert serving_row.row(REPORT, [3], {}, log)["step_ms"] is None
-    for running, rate in ((12, 240.0), (12, 1200.0), (12, 600.0), (4, 9000.0), (12, 0.0)):
-        log += (
-            f"\n[2026-11-29 21:00:00 TP0] Decode batch, #running-req: {running}, #token: 77, "
-            f"cuda graph: True, gen throughput (token/s): {rate:.2f}, #queue-req: 0, "
-        )
+    lines = [
+        f"\n[2026-11-29 21:00:00 TP0] Decode batch, #running-req: {running}, #token: 77, "
+        f"cuda graph: True, gen throughput (token/s): {rate:.2f}, #queue-req: 0, "
+        for running, rate in ((12, 240.0), (12, 1200.0), (12, 600.0), (4, 9000.0), (12, 0.0))
+    ]
+    assert serving_row.row(REPORT, [3], {}, log + "".join(lines[:2]))["step_ms"] is None
+    log += "".join(lines)
     row = serving_row.row(REPORT | {"server_info": None}, [3], grown, log)
     assert row["steps"] == {"prefix:a": 3.0, "stock:b": 1.0} and row["prefix_share"] == 0.75
     assert row["kv_bytes"] == {"read": 10.0} and row["peak_running"] == 12
