@@ -17,7 +17,7 @@ from eval.bench_agents import agent_tables
 from eval.bench_kernel import kernel_tables
 from eval.bench_serving import serving_tables
 from eval.markdown import table
-from eval.pages import blocks, servers
+from eval.pages import blocks, routers
 from eval.papers import paper_tables
 from eval.policy_holdout import policy_text
 
@@ -43,7 +43,7 @@ def _section(name: str, result: dict) -> str:
     elif "program" in first:
         body = [agent_tables.markdown(rows)]
     elif "policy" in first:
-        body = [servers.of_routers(rows)]
+        body = [routers.of_routers(rows)]
     elif "e2e_ms" in first:
         body = [serving_tables.markdown(rows, meta["settings"])]
     elif "ratio" in first:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from eval import provenance
-from eval.pages import decisions, engines, kernels, servers
+from eval.pages import decisions, engines, kernels, routers, servers
 
 PAGES = (
     "README.md", "docs/measurements.md", "docs/calibration.md", "eval/results/README.md",
@@ -15,7 +15,7 @@ PAGES = (
     "eval/results/servers.md",
 )  # fmt: skip
 _TABLES: tuple[Callable[[], str], ...] = (
-    servers.readme, servers.loads, servers.rates, servers.routing, servers.agents, servers.starts,
+    servers.readme, servers.loads, servers.rates, routers.routing, servers.agents, servers.starts,
     engines.token_times, engines.kinds, engines.speculative, engines.first_tokens,
     engines.host_time, engines.outputs, engines.logprobs, engines.real_text,
     kernels.over_the_floor, kernels.by_tree, kernels.long_contexts, kernels.other_heads,

@@ -14,33 +14,34 @@ from eval.pages.results import gpu_of, page_table, place, rows, source
 # Files of one commit and machine, which has one host; and the machine's label.
 SLOW = ("serving_h200_e", "serving_h200_offline")
 ALONE = ("serving_h200_f", "serving_h200_f_again")
+ALONE_TOO = ("serving_h200_g", "serving_h200_g_again")
+_SLOW_HOST = "a slow host"
 FILES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("serving_h200",), "H200"),
     (("serving_rates_h200",), "H200"),
     (("serving_loads_h200",), "H200"),
     (("serving_h100",), "H100 A"),
-    (("serving_loads_h100",), "H100 B"),
+    (("serving_loads_h100",), f"H100 B, {_SLOW_HOST}"),
     (("serving_rates_h100",), "H100 C"),
     (("serving_interval_h100",), "H100 D, ten tokens at a time"),
     (("serving_repeated_h100",), "H100 E"),
-    (("serving_h200_c",), "H200 C"),
-    (("serving_h200_d",), "H200 D, a slow host"),
+    (("serving_h200_d",), f"H200 D, {_SLOW_HOST}"),
     (("serving_h200_e4m3",), "H200 D, KV of e4m3"),
-    (SLOW, "H200 E, a slow host"),
+    (SLOW, f"H200 E, {_SLOW_HOST}"),
     (ALONE, "H200 F"),
+    (ALONE_TOO, "H200 G"),
 )
 README_ROWS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (ALONE, "gsp", OFFLINE, "32 groups of 16 prompts with 2048 tokens in common"),
-    (SLOW, "gsp", ALL_AT_ONCE, "the same, streamed by a slow host"),
-    (("serving_h100",), "gsp", ALL_AT_ONCE, "the same, streamed"),
-    (SLOW, "grpo16", OFFLINE, "16 samples of each of 16 prompts"),
-    (("serving_loads_h100",), "grpo16", ALL_AT_ONCE, "the same, streamed by a slow host"),
-    (SLOW, "fewshot", OFFLINE, "128 questions after 6000 tokens of examples"),
-    (SLOW, "conversation", OFFLINE, "384 users below a system prompt of three levels"),
-    (SLOW, "agent", ALL_AT_ONCE, "160 requests below 16 tool prompts, streamed"),
-    (ALONE, "unshared", ALL_AT_ONCE, "192 prompts with nothing in common, streamed"),
+    (ALONE, "gsp", ALL_AT_ONCE, "the same"),
+    (("serving_h100",), "gsp", ALL_AT_ONCE, "the same"),
+    (ALONE_TOO, "grpo16", OFFLINE, "16 samples of each of 16 prompts"),
+    (("serving_loads_h100",), "grpo16", ALL_AT_ONCE, "the same"),
+    (ALONE_TOO, "fewshot", OFFLINE, "128 questions after 6000 tokens of examples"),
+    (ALONE_TOO, "conversation", OFFLINE, "384 users below a system prompt of three levels"),
+    (SLOW, "agent", OFFLINE, "160 requests below 16 tool prompts"),
+    (ALONE, "unshared", OFFLINE, "192 prompts with nothing in common"),
 )
-ROUTING = "routing_h200_x2"
 STARTS = (ALONE, ("serving_loads_h100",), ("serving_repeated_h100",))
 BESIDE_FA3 = "fa3/flashinfer"  # FlashInfer decodes, as where our servers run no plan
 TITLES = {
@@ -53,33 +54,26 @@ COLUMNS = ("default", "flashinfer", "prefix")
 
 def readme() -> str:
     """Output tokens/s of the default, of the best stock backend and of prefix."""
-    repeated = by_run(rows("serving_repeated_h100"))
-    usual = max(
-        _apart(own)
-        for (_, rate), backends in repeated.items()
-        if rate == ALL_AT_ONCE
-        for own in backends.values()
-    )
+    usual, streamed = (_most_apart(rate) for rate in (OFFLINE, ALL_AT_ONCE))
     lines = []
     for names, load, rate, title in README_ROWS:
         backends = by_run(_rows(names))[load, rate]
         served = {backend: _tokens(own) for backend, own in backends.items()}
         stock = {backend: served[backend] for backend in TITLES if backend in served}
         best = max(stock, key=lambda backend: stock[backend])
-        gain = served["prefix"] / stock[best]
-        apart = _gap(backends["prefix"], backends[best])
         alone = ", the only one served" if len(stock) == 1 else ""
-        verdict = "no difference" if apart < usual else f"{gain:.2f}x"
-        lines.append((title, place(names[0]), f"{served['default']:,.0f}",
+        factor = _factor(backends["prefix"], backends[best], usual)
+        lines.append((title + _how(names, rate), place(names[0]), f"{served['default']:,.0f}",
                       f"{stock[best]:,.0f} ({TITLES[best]}{alone})",
-                      f"{served['prefix']:,.0f} ({verdict})"))  # fmt: skip
+                      f"{served['prefix']:,.0f} ({factor})"))  # fmt: skip
     columns = ("load", "measured on", "SGLang's default", "best SGLang backend", "prefix")
     return (
         f"{table(columns, lines)}\n\n"
         "Output tokens/s of one server (the median of two, where two ran), all requests at once, "
-        "each answer in one piece unless streamed; the factor is over the best SGLang backend. Two "
-        f"servers of one backend differ by up to {100 * usual:.1f} % on a fast host (less is no "
-        "difference), and by more on [a slow one](eval/results/servers.md). "
+        "each answer in one piece unless streamed; the factor is over the best SGLang backend, "
+        "from server to server where ours differ by more than others do. On fast hosts two servers "
+        f"of one backend differ by up to {100 * usual:.1f} % (less is no difference); [streaming]"
+        f"(eval/results/servers.md), by up to {100 * streamed:.0f} %. "
         f"{source(*dict.fromkeys(chain.from_iterable(row[0] for row in README_ROWS)))}"
     )
 
@@ -94,13 +88,12 @@ def loads():
     are apart, the time per token, and the share of prompts' tokens that each backend had cached.
     FlashInfer's column has it beside another prefill backend, too."""
     for names, machine in FILES:
-        served_by = [
-            row | {"backend": "flashinfer"} if row["backend"] == BESIDE_FA3 else row
-            for row in _rows(names)
-        ]
-        for (load, rate), backends in by_run(served_by).items():
+        for (load, rate), backends in by_run(_rows(names)).items():
             if rate not in (ALL_AT_ONCE, OFFLINE):
                 continue
+            either = [backends.pop(b) for b in ("flashinfer", BESIDE_FA3) if b in backends]
+            if either:
+                backends["flashinfer"] = max(either, key=_tokens)
             served = {backend: _tokens(own) for backend, own in backends.items()}
             stock = max((served[b] for b in COLUMNS if b in served and b != "prefix"), default=0)
             cells = (f"{served[b]:.0f}" if b in served else "-" for b in COLUMNS)
@@ -113,8 +106,8 @@ def loads():
                 for b in COLUMNS
                 if b in backends
             )
-            several = (backends[b] for b in COLUMNS if len(backends.get(b, [])) > 1)
-            spreads = (f"{_apart(own):.1%}" for own in several)
+            several = (b for b in COLUMNS if len(backends.get(b, [])) > 1)
+            spreads = (f"{b} {_apart(backends[b]):.1%}" for b in several)
             yield (_title(load, rate), machine, *cells, *ratios, ", ".join(spreads) or "-", tpot,
                    cached, f"{steps:.0%}")  # fmt: skip
 
@@ -133,30 +126,6 @@ def rates() -> str:
             lines.append((f"`{load}`", machine, f"{asked:.1f} ({rate})", *times))
     columns = ("load", "machine", "requests/s", "TTFT p50", "TPOT p50", "TPOT p99")
     return f"{table(columns, lines)}\n\n{source(*dict.fromkeys(files))}"
-
-
-def routing() -> str:
-    """Two servers behind a router."""
-    return f"{of_routers(rows(ROUTING))}\n\n{source(ROUTING)}"
-
-
-def of_routers(served: list[dict]) -> str:
-    """Tabulate servers behind a router: output tokens/s of all, the share of their prompts' tokens
-    that was cached, and how many requests each was given."""
-    by: dict[tuple, dict[str, dict]] = {}
-    for row in served:
-        by.setdefault((row["load"], row["rate"], row["policy"]), {})[row["backend"]] = row
-    lines = []
-    for (load, rate, policy), found in by.items():
-        default, prefix = found["default"], found["prefix"]
-        tokens = [row["output_tokens_per_s"] for row in (default, prefix)]
-        cached = ", ".join(f"{row['cached_share']:.0%}" for row in (default, prefix))
-        requests = dict.fromkeys(" + ".join(map(str, x["requests"])) for x in (default, prefix))
-        lines.append((_title(load, rate), policy.replace("_", " "), *(f"{x:.0f}" for x in tokens),
-                      f"{tokens[1] / tokens[0]:.2f}", cached, ", ".join(requests)))  # fmt: skip
-    columns = ("load", "the router's policy", "default", "prefix", "over default", "cached",
-               "requests of a server")  # fmt: skip
-    return table(columns, lines)
 
 
 @page_table("measured on | the first server | later ones", *chain.from_iterable(STARTS))
@@ -193,6 +162,37 @@ def agents() -> str:
     )
 
 
+def _how(names: tuple[str, ...], rate: str) -> str:
+    """Say that answers were streamed, and where by a slow host."""
+    slow = _SLOW_HOST in dict(FILES)[names]
+    return (", streamed" + f" by {_SLOW_HOST}" * slow) * (rate == ALL_AT_ONCE)
+
+
+def _most_apart(rate: str) -> float:
+    """Return by how much two servers of one backend, on a fast host, differ at most."""
+    apart = (
+        _apart(own)
+        for names, machine in FILES
+        if _SLOW_HOST not in machine
+        for (_, of), backends in by_run(_rows(names)).items()
+        if of == rate
+        for own in backends.values()
+    )
+    return max(apart, default=0)
+
+
+def _factor(own: list[dict], best: list[dict], usual: float) -> str:
+    """Write our tokens/s over the best stock backend's, from our slowest server to our fastest
+    where those differ by more than servers usually do."""
+    if _gap(own, best) < usual:
+        return "no difference"
+    stock = _tokens(best)
+    if _apart(own) <= usual:
+        return f"{_tokens(own) / stock:.2f}x"
+    low, high = _range(own)
+    return f"{low / stock:.2f}x to {high / stock:.2f}x"
+
+
 def _title(load: str, rate: str) -> str:
     return f"`{load}`" + (", offline" if rate == OFFLINE else "")
 
@@ -210,7 +210,12 @@ def _over_default(backends: dict[str, list[dict]], metric: str, at: str) -> str:
 
 
 def _rows(names: tuple[str, ...]) -> list[dict]:
-    return [row for name in names for row in rows(name)]
+    """Return the rows of files. Raises ValueError: a server did not complete every request."""
+    found = [row for name in names for row in rows(name)]
+    for row in found:
+        if row["completed"] != row["sent"]:
+            raise ValueError(f"{', '.join(names)}: {row['completed']} of {row['sent']} completed")
+    return found
 
 
 def _apart(own: list[dict]) -> float:

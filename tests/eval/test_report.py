@@ -1,11 +1,12 @@
 """eval.report: the pages' tables are what the result files say."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from eval import provenance, report
-from eval.pages import blocks, decisions, servers
+from eval.pages import blocks, decisions, routers, servers
 
 META = {
     "machine": "Linux x86_64, 2 CPUs",
@@ -144,22 +145,67 @@ def test_a_shortened_command_names_every_other_file():
         ([97], [100], "0.97x"),
         ([80, 120], [100], "no difference"),  # its servers are on both sides
         ([103, 163], [90, 101], "no difference"),  # the slower one is hardly faster
-        ([104, 164], [90, 101], "1.40x"),
+        ([104, 164], [90, 110], "no difference"),
+        ([112, 168], [80, 80], "1.40x to 2.10x"),
+        ([159, 161], [80, 80], "2.00x"),
     ],
 )
-def test_the_readme_tells_no_difference_within_that_of_servers(prefix, stock, says, monkeypatch):
-    """Two servers of one backend are 2 % apart."""
+def test_the_readme_tells_no_difference_within_that_of_servers(prefix, stock, says, server_files):
+    """Two servers of one backend are 2 % apart on a fast host."""
+    server_files["usual"] = [*served("default", 100, 102), *served("prefix", 200, 201)]
+    server_files["slow"] = [*served("default", *stock), *served("prefix", *prefix)]
+    assert f"({says}) |" in servers.readme()
 
-    def some(backend, *tokens):
-        return [{"backend": backend, "load": "gsp", "rate": "inf", "output_tokens_per_s": x}
-                for x in tokens]  # fmt: skip
 
-    files = {
-        "serving_repeated_h100": [*some("default", 100, 102), *some("prefix", 200, 201)],
-        "one": [*some("default", *stock), *some("prefix", *prefix)],
-    }
-    monkeypatch.setattr(servers, "rows", files.__getitem__)
+def test_the_readme_says_what_was_streamed_by_a_slow_host(server_files, monkeypatch):
+    server_files["usual"] = server_files["slow"] = [
+        row | {"rate": rate}
+        for row in (*served("default", 100), *served("prefix", 100))
+        for rate in ("inf", "offline")
+    ]
+    each = product(server_files, ("inf", "offline"))
+    titles = tuple(((name,), "gsp", rate, f"{name} {rate}") for name, rate in each)
+    monkeypatch.setattr(servers, "README_ROWS", titles)
+    text = servers.readme()
+    assert "| usual inf, streamed |" in text and "| slow inf, streamed by a slow host |" in text
+    assert "| usual offline |" in text and "| slow offline |" in text
+
+
+def test_a_server_that_left_requests_out_is_in_no_table(server_files):
+    left_out = [row | {"completed": 9} for row in served("prefix", 100)]
+    server_files["usual"] = server_files["slow"] = left_out
+    with pytest.raises(ValueError, match=r"usual: 9 of 10 completed"):
+        servers.readme()
+
+
+@pytest.fixture
+def server_files(monkeypatch):
+    """Result server_files by name, of which servers' tables are made."""
+    found: dict[str, list[dict]] = {}
+    monkeypatch.setattr(servers, "FILES", ((("usual",), "A"), (("slow",), "B, a slow host")))
+    monkeypatch.setattr(servers, "README_ROWS", ((("slow",), "gsp", "offline", "title"),))
+    monkeypatch.setattr(servers, "rows", found.__getitem__)
     monkeypatch.setattr(servers, "place", lambda name: "here")
     monkeypatch.setattr(servers, "source", lambda *names: "")
-    monkeypatch.setattr(servers, "README_ROWS", ((("one",), "gsp", "inf", "title"),))
-    assert f"({says}) |" in servers.readme()
+    return found
+
+
+def served(backend, *tokens):
+    return [
+        {"backend": backend, "load": "gsp", "rate": "offline", "output_tokens_per_s": x,
+         "sent": 10, "completed": 10}
+        for x in tokens
+    ]  # fmt: skip
+
+
+def test_a_table_of_routers_has_medians_and_tells_what_is_missing():
+    def rows(backend, *tokens):
+        return [
+            {"backend": backend, "load": "gsp", "rate": "offline", "policy": "round_robin",
+             "output_tokens_per_s": x, "cached_share": 0.5, "requests": [1, 2]}
+            for x in tokens
+        ]  # fmt: skip
+
+    both = routers.of_routers([*rows("default", 100, 100), *rows("prefix", 150, 250)])
+    assert "| `gsp`, offline | round robin | 100 | 200 | 2.00 | 50%, 50% | 1 + 2 |" in both
+    assert "| 100 | - | - | 50%, - | 1 + 2 |" in routers.of_routers(rows("default", 100))
