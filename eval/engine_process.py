@@ -193,9 +193,11 @@ def python_path(site: Path, base: Mapping[str, str]) -> str:
 
 
 def make_site(site: Path, plugin: str | None) -> Path:
-    """Make a folder for the engine's path: eval, and the entry point of the evaluation's plugin."""
+    """Make a folder for the engine's path: eval and the package, both of the checkout that the
+    result is labelled with, and the entry point of the evaluation's plugin."""
     site.mkdir()
-    (site / "eval").symlink_to(ROOT / "eval", target_is_directory=True)
+    for package in ("eval", "sgl_prefix_attn"):
+        (site / package).symlink_to(ROOT / package, target_is_directory=True)
     if plugin is None:
         return site
     info = site / "eval_plugin-0.dist-info"

@@ -79,7 +79,7 @@ def sources(folder: str | Path) -> dict:
     """Identify the code in a folder: {"commit", "dirty", "sha256", "num_files"}.
 
     commit  of the git checkout that the folder is (part of), None where git tracks nothing in it;
-            dirty: whether tracked files differ from the commit
+            dirty: whether tracked files differ from the commit, or sources are untracked
     sha256  over the relative paths, sorted, and contents of its Python, C++ and CUDA sources;
             folders named build, dist, third_party or cutlass and hidden ones are left out
     """
@@ -107,8 +107,10 @@ def _commit(folder: Path) -> tuple[str | None, bool | None]:
         git = ("git", "-C", str(folder))
         if not _output(*git, "ls-files"):
             return None, None
-        dirty = bool(_output(*git, "status", "--porcelain", "-uno", "--", "."))
-        return _output(*git, "rev-parse", "HEAD"), dirty
+        changed = _output(*git, "status", "--porcelain", "-uno", "--", ".")
+        new = (*git, "ls-files", "--others", "--exclude-standard", "--")
+        added = _output(*new, *(f"*{suffix}" for suffix in _SOURCE_SUFFIXES))
+        return _output(*git, "rev-parse", "HEAD"), bool(changed or added)
     except (OSError, subprocess.SubprocessError):
         return None, None
 

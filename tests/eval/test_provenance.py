@@ -38,6 +38,11 @@ def test_a_checkout_is_its_commit_and_whether_it_was_changed(peer):
     head = git(peer, "rev-parse", "HEAD")
     clean = provenance.sources(peer)
     assert (clean["commit"], clean["dirty"], clean["num_files"]) == (head, False, 3)
+    (peer / "result.json").write_text("{}")
+    assert provenance.sources(peer) == clean
+    (peer / "new.py").write_text("")
+    assert provenance.sources(peer)["dirty"]
+    (peer / "new.py").unlink()
     (peer / "csrc/k.cu").write_text("patched")
     changed = provenance.sources(peer)
     assert (changed["commit"], changed["dirty"]) == (head, True)

@@ -28,6 +28,8 @@ print(json.dumps({
     "platform": type(current_platform).__name__ == "TorchCpuPlatform",
     "product": "sgl_prefix_attn" in sys.modules,
 }))
+import sgl_prefix_attn
+print(sgl_prefix_attn.__file__)
 """
 
 
@@ -53,7 +55,9 @@ def test_sglang_loads_what_is_named_and_nothing_else(
         text=True,
     )
     assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout.splitlines()[-1])
+    *_, found, code = ran.stdout.splitlines()
+    assert code.startswith(str(site)), "the code that the result is labelled with"
+    found = json.loads(found)
     assert found == {"plugins": plugins, "backend": product, "product": product, "platform": on_cpu}
 
 
