@@ -46,7 +46,7 @@ class HostTimes:
         plans = sum(counters.plans.values())
         known = {
             "steps": dict(self._steps), "plans": dict(counters.plans),
-            "plan_ms_mean": 1e3 * sum(counters.plan_seconds.values()) / max(1, plans),
+            "plan_ms_mean": 1e3 * counters.plan_seconds["planned"] / max(1, plans),
             "steady_steps": self._steady_steps, "steady": list(self._steady),
         }  # fmt: skip
         part = self._target.with_suffix(".part")
@@ -84,7 +84,8 @@ def register() -> None:
 def read(target: Path, before: dict | None = None) -> dict:
     """Read what the plugin wrote so far, less the counts of an earlier read; {} without a step.
 
-    steady_us  median of the latest steady steps since the earlier read, None of too few
+    steady_us     median of the latest steady steps since the earlier read, None of too few
+    plan_ms_mean  of all plans, those before the earlier read among them
     """
     if not target.exists():
         return {}

@@ -9,7 +9,8 @@ from statistics import geometric_mean
 from eval.bench_kernel.trees import Tree
 
 Key = tuple[str, int, int, str]  # heads, head_dim, page_size, dtype
-STOCK = ("flashinfer", "fa3", "batchattn", "cascade")  # providers that SGLang has
+# Providers that SGLang has.
+STOCK = ("flashinfer", "fa3", "batchattn", "cascade", "flashmla", "flashinfer:mla")
 
 
 def group(rows: Iterable[dict]) -> dict[Key, dict[str, dict[str, dict]]]:

@@ -120,12 +120,11 @@ def first_tokens():
 
 @page_table("GPU's host | file | steady step, us | new plan, ms")
 def host_time():
-    """Host time of steady steps and new plans in engines."""
+    """Host time of steady steps in engines, and the mean of all new plans up to the last row."""
     for name in ("engine_h100_sglang_0.5.17", "engine_h200_sglang_0.5.23", "engine_pdl_h200"):
         hosts = [row["host"] for row in rows(name) if row["host"] and row["host"]["steady_us"]]
         steady = span([host["steady_us"] for host in hosts], ".0f")
-        plans = span([host["plan_ms_mean"] for host in hosts], ".2f")
-        yield place(name), f"`{name}.json`", steady, plans
+        yield place(name), f"`{name}.json`", steady, f"{hosts[-1]['plan_ms_mean']:.2f}"
 
 
 @page_table("backend | planted fault | relative error | low-precision torch's", *LAYERS)

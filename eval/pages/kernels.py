@@ -92,14 +92,17 @@ def other_heads():
     """Time / floor of other heads, and the fastest peer's time over ours from tree to tree."""
     for name in HEADS:
         for (heads, head_dim, page_size, _), trees in over_floor.group(rows(name)).items():
-            means = {entry["provider"]: entry for entry in over_floor.means(trees)}
-            own = "prefix" if "prefix" in means else "prefix:row_tiles"
-            peers = [over_floor.ratio_to_peer(by, own) for by in trees.values()]
+            first = next(iter(trees.values()))
+            own = "prefix" if "prefix" in first else "prefix:row_tiles"
+            ran = {tree: by for tree, by in trees.items() if by[own]["status"] == "ok"}
+            means = {entry["provider"]: entry for entry in over_floor.means(ran)}
+            peers = [over_floor.ratio_to_peer(by, own) for by in ran.values()]
             cells = (
                 f"{means[p]['all']:.2f}" if p in means else "-" for p in (own, "pat", "best stock")
             )
             ratios = span(peers, ".2f") if None not in peers else "-"
-            yield heads, head_dim, page_size, gpu_of(name), len(trees), *cells, ratios
+            count = len(ran) if len(ran) == len(trees) else f"{len(ran)} of {len(trees)}"
+            yield heads, head_dim, page_size, gpu_of(name), count, *cells, ratios
 
 
 @page_table(
@@ -198,7 +201,7 @@ def _trees(name: str) -> dict[str, dict[str, dict]]:
 def _mean(entry: dict | None, field: str) -> str:
     if entry is None:
         return "-"
-    full = entry["num_" + field] in (20, 18)
+    full = entry["num_" + field] == {"all": 20, "sharing": 18}[field]
     return f"{entry[field]:.2f}" + ("" if full else f" ({entry['num_' + field]} trees)")
 
 
