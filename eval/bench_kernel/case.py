@@ -14,8 +14,9 @@ from sgl_prefix_attn.tools.calibrate.measure import slots_of
 from sgl_prefix_attn.tools.calibrate.stock_decode import StockBatch
 
 DTYPE = torch.bfloat16  # what commands measure
-# A graph cycles through this much KV, so that no layer finds its own in the L2 cache (50 MB).
-_POOL_BYTES, _MOST_POOLS = 400e6, 12
+# A graph cycles through this much KV, so that no layer finds its own in the L2 cache (50 MB): 64
+# layers of the least that trees of one head have, 2 MB, are 130 MB.
+_POOL_BYTES, _MOST_POOLS = 400e6, 64
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """FlashInfer's kernels: `flashinfer`, `batchattn` and `cascade`.
 
-`flashinfer` is the decode wrapper, made and planned as SGLang's backend does, `batchattn` the
-persistent BatchAttention, `cascade` MultiLevelCascadeAttentionWrapper with a level for each of the
-tree.
+`flashinfer` is the decode wrapper, made and planned as SGLang's backend does but with pages of the
+case's size (SGLang's have one token), `batchattn` the persistent BatchAttention, `cascade`
+MultiLevelCascadeAttentionWrapper with a level for each of the tree.
 """
 
 from __future__ import annotations
