@@ -68,10 +68,10 @@ def main(argv: list[str]) -> int:
                     rows.append(row)
                     wrong = f"\n    WRONG: {row['problem']}" if row["problem"] else ""
                     print(text + wrong, flush=True)
+                    provenance.save(args.json, meta, rows, fault=args.fault)
         except (EngineError, checkpoints.ModelError) as error:
             print(f"no judgement: {error}", file=sys.stderr)
             return 2
-    provenance.save(args.json, meta, rows, fault=args.fault)
     wrong = sum(row["problem"] is not None for row in rows)
     judged = f"{wrong} of {len(rows)} {_JUDGED[args.what]} are wrong"
     print(judged if wrong else "all outputs are right")

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 # Allowed multiples of the noise. Both sides are maxima over many requests, rounding grows with the
 # peaks of attention, and a planted fault moves them by an order of magnitude.
@@ -49,7 +51,7 @@ class Difference:
     equal_share: float
     share_error: float  # standard error of equal_share over requests
     max_gap: float
-    max_logprob_error: float  # of the worst request
+    max_logprob_error: float  # of the worst request; NaN, as all maxima, where a value is
     max_logprob: float  # of the worst token
 
 
@@ -71,10 +73,15 @@ def differ(a: Sequence[Output], b: Sequence[Output]) -> Difference:
     return Difference(
         equal_share=sum(equal) / sum(tokens),
         share_error=statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else 0.0,
-        max_gap=max(gaps),
-        max_logprob_error=max(map(statistics.fmean, errors)),
-        max_logprob=max(map(max, errors)),
+        max_gap=_most(gaps),
+        max_logprob_error=_most(map(statistics.fmean, errors)),
+        max_logprob=_most(map(_most, errors)),
     )
+
+
+def _most(values: Iterable[float]) -> float:
+    """Return the largest value, NaN where one is: max() would pass over it."""
+    return float(np.max(list(values)))
 
 
 def first_difference(a: Output, b: Output) -> int | None:
@@ -111,11 +118,11 @@ def verdict(tested: Difference, noise: Difference) -> list[str]:
             f"equal tokens {tested.equal_share:.3f}, of two correct backends "
             f"{noise.equal_share:.3f}"
         )
-    if tested.max_gap > _GAP_FACTOR * gap:
+    if not tested.max_gap <= _GAP_FACTOR * gap:
         problems.append(
             f"first difference at a top-2 gap of {tested.max_gap:.3f}, noise reaches {gap:.3f}"
         )
-    if tested.max_logprob_error > _LOGPROB_FACTOR * error:
+    if not tested.max_logprob_error <= _LOGPROB_FACTOR * error:
         problems.append(
             f"log-probability error {tested.max_logprob_error:.4f}, noise reaches {error:.4f}"
         )

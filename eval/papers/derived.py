@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 
 from eval.bench_kernel.floor import kv_bytes
+from eval.bench_serving.rates import OFFLINE
 from eval.bench_serving.serving_row import by_run
 from sgl_prefix_attn.records import HeadConfig
 from sgl_prefix_attn.tools.model_heads import parse_heads
@@ -36,7 +37,8 @@ def ablations(rows: list[dict]) -> list[dict]:
 
 
 def serving(rows: list[dict]) -> list[dict]:
-    """Turn rows of eval.bench_serving into the medians over the starts of each server."""
+    """Turn rows of eval.bench_serving whose answers were streamed into the medians over the starts
+    of each server."""
     return [
         {
             "batch": f"{load} at {rate}",
@@ -47,7 +49,7 @@ def serving(rows: list[dict]) -> list[dict]:
             "planning_share": _planning_share(mine),
         }
         for (load, rate), backends in by_run(rows).items()
-        if load in ("agent", "conversation")
+        if load in ("agent", "conversation") and rate != OFFLINE
         for backend, mine in backends.items()
     ]
 

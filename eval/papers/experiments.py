@@ -87,7 +87,7 @@ _ALL = (
         "than on an A100.",
         derive=derived.serving,
         source="python -m eval.bench_serving --backends default,flashinfer,prefix "
-        "--loads conversation,agent --rates inf,5,8",
+        "--loads conversation,agent --azure-trace CSV",
     ),
     Experiment(
         "pat-overhead", "PAT, Figure 14, appendix B",
@@ -102,7 +102,7 @@ _ALL = (
         "of what the default serves.",
         derive=derived.serving,
         source="python -m eval.bench_serving --backends default,prefix "
-        "--loads agent,conversation --rates inf,70%",
+        "--loads agent,conversation --rates inf,70% --azure-trace CSV",
     ),
     Experiment(
         "packinfer-loads", "PackInfer, Figures 1, 6 and 10, sections 2.2 and 4",

@@ -1,5 +1,6 @@
 """eval.demo.near_ties: outputs may differ by noise, and by nothing worse."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -44,6 +45,8 @@ FIRST_19 = near_tie(2)[:-1]
         (near_tie(18), "equal tokens"),
         (FIRST_19 + [output([1, 8, 8, 8], gap=2.0)], "top-2 gap of 2.000"),
         (FIRST_19 + [output([1, 2, 3, 4], 0.02, 0.1)], "log-probability error 0.1000"),
+        (FIRST_19 + [output([1, 2, 3, 4], 0.02, math.nan)], "log-probability error nan"),
+        (FIRST_19 + [output([1, 8, 8, 8], gap=math.nan)], "top-2 gap of nan"),
     ],
 )
 def test_verdict_allows_noise_and_nothing_worse(tested, problem):

@@ -229,7 +229,8 @@ def test_servers_become_ratios():
 
     rows = [row("prefix", 8.0, {"prefix:x": 60, "stock:y": 40}), row("default", 10.0, {}),
             row("default", 99.0, {}, "gsp")]  # fmt: skip
-    found = derived.serving(rows)
+    whole = row("prefix", 8.0, {}) | {"rate": "offline", "tpot_ms": None, "ttft_ms": None}
+    found = derived.serving([*rows, whole])
     assert [r["batch"] for r in found] == ["agent at 70%"] * 2
     assert found[0]["planning_share"] == pytest.approx(0.2 / 8)  # 0.2 ms a step of 8 ms
     assert found[1]["planning_share"] is None
