@@ -28,7 +28,7 @@ TREES = (
 
 def main(argv: list[str]) -> int:
     parser = benchmark("eval.bench_latent", __doc__)
-    parser.add_argument("--trees", type=parse_trees, default=TREES, help="joined by ;")
+    parser.add_argument("--trees", default=TREES, help="joined by ;")
     parser.add_argument(
         "--heads", type=several(count), default="16,8,32,64,128", help="query heads of a rank"
     )
@@ -36,15 +36,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--page-size", type=count, default=1)
     parser.add_argument("--providers", default=",".join(PROVIDERS), help="joined by commas")
     args = parser.parse_args(argv)
+    if len(args.dims) != 2:
+        parser.error("argument --dims: expected two, of rows and of values")
     try:
         providers = pick(args.providers.split(","), PROVIDERS)
+        settings = [
+            Setting(tree, HeadConfig(heads, 1, *args.dims), args.page_size, args.device, SEED)
+            for heads in args.heads
+            for tree in parse_trees(args.trees)
+        ]
     except ValueError as error:
         parser.error(str(error))
-    settings = [
-        Setting(tree, HeadConfig(heads, 1, *args.dims), args.page_size, args.device, SEED)
-        for heads in args.heads
-        for tree in args.trees
-    ]
     return run("eval.bench_latent", argv, args, settings, providers)
 
 

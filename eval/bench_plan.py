@@ -176,12 +176,15 @@ def median_ms(
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m eval.bench_plan", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.bench_plan", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     parser.add_argument("--json", type=output, metavar="OUT")
     parser.add_argument("--batches", type=several(count), default=BATCHES)
     parser.add_argument("--levels", type=several(count), default=LEVELS)
     parser.add_argument("--repeats", type=count, default=51)
-    parser.add_argument("--growth", type=count, metavar="STEPS")
+    parser.add_argument("--growth", type=count, metavar="STEPS", help="of fixed batches")
     args = parser.parse_args(argv)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})

@@ -1,7 +1,8 @@
 """python -m eval.bench_routing: what a router's policy does to sharing.
 
 Servers with random weights, one on each GPU, behind SGLang's router: of each backend they serve
-every load under every policy, each time from empty caches. Cache-aware routing keeps requests that
+every load under every policy, each time from empty caches, though a policy's router remembers
+earlier runs. Cache-aware routing keeps requests that
 begin alike on one server; round robin spreads them, so that every server computes and reads their
 prefix. A report: nothing is asserted.
 """

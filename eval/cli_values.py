@@ -34,6 +34,7 @@ def benchmark(
         prog=f"python -m {module}",
         description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     if backends is not None:
         parser.add_argument("--backends", type=names, default=backends or None, help=_BACKENDS)
@@ -83,6 +84,8 @@ def json_object(text: str) -> dict:
 def names(text: str) -> list[str]:
     """Parse names separated by commas, each once."""
     found = text.split(",")
+    if not all(found):
+        raise ArgumentTypeError(f"a name is missing in {text!r}")
     if len(set(found)) < len(found):
         raise ArgumentTypeError("names one twice")
     return found
@@ -121,11 +124,15 @@ def output(text: str) -> str:
 
 
 def device(text: str) -> torch.device:
-    """Parse a device, which must be there if it is a GPU."""
+    """Parse cpu or cuda, which must be there."""
     try:
         found = torch.device(text)
     except RuntimeError as error:
         raise ArgumentTypeError(str(error)) from None
+    if found.type not in ("cpu", "cuda") or found.index:
+        raise ArgumentTypeError(
+            f"expected cpu or cuda, got {text}; CUDA_VISIBLE_DEVICES says which GPU is cuda"
+        )
     if found.type == "cuda" and not torch.cuda.is_available():
         raise ArgumentTypeError(
             f"torch {torch.__version__} sees no CUDA GPU here; --device cpu is for small runs"

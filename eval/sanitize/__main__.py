@@ -59,7 +59,11 @@ def main(argv: list[str]) -> int:
 
 def _is_clean(sanitizer: str, name: str) -> bool:
     """Run one case by itself, then under the tools; whether all is right."""
-    if subprocess.run([*_CASE, name], timeout=_TIMEOUT_S).returncode:
+    try:
+        failed = subprocess.run([*_CASE, name], timeout=_TIMEOUT_S).returncode != 0
+    except subprocess.TimeoutExpired:
+        failed = True
+    if failed:
         print(f"the case {name} fails without a sanitizer", file=sys.stderr)
         return False
     return not any([_errors(sanitizer, tool, name) for tool in (MEMCHECK, RACECHECK)])
@@ -80,10 +84,15 @@ def _errors(sanitizer: str, tool: str, name: str, fault: str | None = None) -> i
     # One allocation per tensor: inside PyTorch's large blocks an access out of bounds looks valid.
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     options = ["--fault", fault] if fault else []
-    done = subprocess.run(
-        [sanitizer, "--tool", tool, "--error-exitcode", str(_FOUND), *_CASE, name, *options],
-        env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_TIMEOUT_S,
-    )  # fmt: skip
+    try:
+        done = subprocess.run(
+            [sanitizer, "--tool", tool, "--error-exitcode", str(_FOUND), *_CASE, name, *options],
+            env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            timeout=_TIMEOUT_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        print(f"{tool}: not done after {_TIMEOUT_S} s")
+        return int(not fault)
     lines = [line for line in done.stdout.splitlines() if "SUMMARY" in line]
     print(f"{tool}: exit status {done.returncode}; {lines[-1] if lines else 'no summary'}")
     if tool == RACECHECK:

@@ -15,6 +15,7 @@ from eval.markdown import table
 from eval.model_shapes import SHAPES
 from eval.workloads import catalogue
 from eval.workloads.load import write_trace
+from sgl_prefix_attn.tools.argument_types import seed
 
 _SHAPE = SHAPES["llama3.1-8b"]
 
@@ -22,7 +23,7 @@ _SHAPE = SHAPES["llama3.1-8b"]
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.workloads", description=__doc__)
     parser.add_argument("loads", nargs="+", metavar="LOAD", help=", ".join(catalogue.NAMES))
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=seed, default=1)
     parser.add_argument("--azure-trace", type=Path, metavar="CSV")
     parser.add_argument("--mooncake-trace", type=Path, metavar="JSONL")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="LOAD.jsonl is written into it")

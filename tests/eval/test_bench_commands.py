@@ -12,7 +12,7 @@ import orjson
 import pytest
 import torch
 
-from eval import bench_multi_token, bench_plan, dummy_engine, report, split_gains
+from eval import bench_latent, bench_multi_token, bench_plan, dummy_engine, report, split_gains
 from eval.bench_engine import __main__ as bench_engine
 from eval.bench_engine import decode_times, host_times
 from eval.bench_engine.workloads import NAMED, workload
@@ -98,7 +98,13 @@ ON_CPU = ["--device", "cpu"]
         (bench_kernel, [*ON_CPU, "--providers", "nope"], "'nope'"),
         (bench_kernel, [*ON_CPU, "--providers", "prefix:nope"], "'prefix:nope'"),
         (bench_kernel, ["--device", "nope"], "--device"),
+        (bench_kernel, ["--device", "cuda:1"], "expected cpu or cuda, got cuda:1"),
+        (bench_kernel, ["--device", "meta"], "expected cpu or cuda, got meta"),
+        (bench_latent, [*ON_CPU, "--dims", "576"], "--dims: expected two"),
+        (bench_latent, [*ON_CPU, "--dims", "512,576"], "latent_dim (576) is for"),
+        (bench_latent, [*ON_CPU, "--trees", "1,2_8,x"], "'1,2_8,x'"),
         (bench_engine, [*ON_CPU, "--workloads", "nope"], "'nope'"),
+        (bench_engine, [*ON_CPU, "--backends", ""], "--backends: a name is missing in ''"),
         (bench_engine, [*ON_CPU, "--new-tokens", "64,32"], "--new-tokens"),
         (bench_engine, [*ON_CPU, "--model-shape", "nope"], "--model-shape"),
         (compare_outputs, ON_CPU, "what"),
@@ -111,6 +117,7 @@ ON_CPU = ["--device", "cpu"]
         (bench_plan, ["--batches=1.5"], "--batches: '1.5' is no integer"),
         (bench_plan, ["--batches=16,-1"], "--batches: must be at least 1, got -1"),
         (report, ["x.json", "--check"], "--check"),
+        (workloads, ["agent", "--seed=-1"], "--seed: "),
         (workloads, ["agent", "--rate=0"], "--rate: must be above 0 and at most 1,000,000, got 0"),
         (workloads, ["agent", "--rate=nan"], "must be above 0 and at most 1,000,000, got nan"),
         (workloads, ["agent", "--rate=inf"], "must be above 0 and at most 1,000,000, got inf"),

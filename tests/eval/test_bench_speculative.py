@@ -107,7 +107,7 @@ def test_a_draft_model_is_of_the_shape_that_is_named(tmp_path):
 def test_an_acceptance_that_was_not_forced_is_an_error(engines, tmp_path, capsys):
     engines.accepted = 1.3
     assert bench.main([*ARGS, "--json", str(tmp_path / "out.json")]) == 1
-    assert "flashinfer accepts 1.30 tokens, not 3" in capsys.readouterr().err
+    assert "flashinfer accepts 1.3 tokens, not 3" in capsys.readouterr().err
     assert not (tmp_path / "out.json").exists()
 
 

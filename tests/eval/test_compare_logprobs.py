@@ -237,6 +237,7 @@ def test_engines_are_judged_along_the_first_one_s_tokens(tmp_path, monkeypatch, 
             ["logprobs", "--device=cpu", "--backends=fa3,prefix", "--model=smollm2", "--scale=2"],
             "--scale: not with --model",
         ),
+        (["logprobs", "--device=cpu", "--scal=2"], "unrecognized arguments: --scal=2"),
     ],
 )
 def test_bad_arguments_end_with_usage(argv, says, capsys):

@@ -81,9 +81,11 @@ FOUND = {
 @pytest.fixture
 def tools(monkeypatch):
     """A sanitizer that answers (text, status) by tool and fault; asked: what it was given."""
-    made = SimpleNamespace(answers={}, asked=[], plain=0)
+    made = SimpleNamespace(answers={}, asked=[], plain=0, slow=None)
 
     def run(command, **_):
+        if made.slow == command[0]:
+            raise subprocess.TimeoutExpired(command, 1)
         if command[0] != "sanitizer":
             return SimpleNamespace(returncode=made.plain)
         made.asked.append(command)
@@ -96,6 +98,12 @@ def tools(monkeypatch):
     monkeypatch.setattr(sanitize.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(sanitize, "why_no_hopper", lambda *_: None)
     return made
+
+
+@pytest.mark.parametrize("slow", ["sanitizer", sanitize._CASE[0]])
+def test_what_is_not_done_in_time_is_status_1(tools, slow):
+    tools.slow = slow
+    assert sanitize.main([]) == 1
 
 
 def test_a_case_that_fails_or_an_error_of_a_tool_is_status_1(tools):
