@@ -19,7 +19,7 @@ from sgl_prefix_attn.records import HeadConfig
 from sgl_prefix_attn.step.evaluate import evaluate
 from sgl_prefix_attn.step.policy import BatchFacts
 from sgl_prefix_attn.tools import main
-from sgl_prefix_attn.tools.analyze import block_cache, summary, trace_file
+from sgl_prefix_attn.tools.analyze import block_cache, simulation, summary, trace_file
 from sgl_prefix_attn.tools.analyze import server_loop as loop
 from sgl_prefix_attn.tools.analyze import server_state as sv
 from sgl_prefix_attn.tools.analyze.findings import Findings
@@ -135,6 +135,39 @@ def test_attention_is_of_the_kernels_that_are_chosen(run):
     done = run(trace, predictor=slower)
     assert done.tpot[0] == pytest.approx(0.0132, 1e-3)
     assert [look.saved for look in done.looks] == [0] and done.reuse > 1.9
+
+
+class OfBatch(Attention):
+    """Stock microseconds by the number of requests."""
+
+    def __init__(self, stock_us, prefix_us=100.0):
+        super().__init__(prefix_us=prefix_us)
+        self.stock_us = stock_us
+
+    def stock(self, seq_lens, unique, query_lens=None):
+        return self.stock_us[seq_lens.size]
+
+
+def test_kernels_that_have_just_begun_are_held_through_a_small_loss(run):
+    outputs = (41, 46, 90, 90)  # the second batch runs for five steps
+    trace = trace_of(*((0, [1, 2], output) for output in outputs))
+    predictor = OfBatch({4: 96.0, 3: 104.0, 2: 96.0})
+    assert [look.is_prefix for look in run(trace, predictor=predictor).looks] == [False, True, True]
+
+
+def test_a_look_at_a_batch_counts_a_tenth_beside_those_at_ones_like_it(run, monkeypatch):
+    states, new_state = [], sv.new_state
+    monkeypatch.setattr(
+        simulation.sv, "new_state", lambda *args: states.append(new_state(*args)) or states[-1]
+    )
+    outputs = (11, 21, *(41,) * 14)  # 15 and 14 requests of 513 tokens: 2^12.5 to 2^13
+    trace = trace_of(*((0, [i], output) for i, output in enumerate(outputs, 1)))
+    most = PLAIN._replace(most_running=16)
+    looks = run(trace, most, "stock", OfBatch({16: 1.0, 15: 10.0, 14: 20.0})).looks
+    first, second = (32e-6 * us / look.tokens for us, look in zip((10, 20), looks[1:], strict=True))
+    like = loop.half_octave(looks[1].tokens)
+    assert like == loop.half_octave(looks[2].tokens) != loop.half_octave(looks[0].tokens)
+    assert states[0].rates[like] == pytest.approx(0.9 * first + 0.1 * second)
 
 
 @pytest.mark.parametrize(("alone", "ms"), [(30, 10.4), (60, 10.1)])

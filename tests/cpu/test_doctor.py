@@ -80,6 +80,7 @@ FAULTS = {
     "excluded": (gpu(env={"SGLANG_PLUGINS": "a, b"}), "plugin filters"),
     "platform excluded": (cpu(env=CPU | {"SGLANG_PLUGINS": "prefix_attn"}), "plugin filters"),
     "other platform": (gpu(env={"SGLANG_PLATFORM": "vendor"}), "plugin filters"),
+    "SGLang's own platform": (gpu(env={"SGLANG_PLATFORM": "cuda"}), "plugin filters"),
     "bad value": (gpu(env={"PREFIX_ATTN_STRATEGY": "best"}), "settings"),
     "FlashInfer on a CPU": (cpu(env=CPU | {"PREFIX_ATTN_FALLBACK": "flashinfer"}), "settings"),
     "unknown variable": (gpu(env={"PREFIX_ATTN_SPEED": "1"}), "settings"),
@@ -96,7 +97,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("case", [GOOD, ON_CPU], ids=["gpu", "cpu"])
+@pytest.mark.parametrize(
+    "case", [GOOD, gpu(gpu="NVIDIA A100", arch=(8, 0)), ON_CPU], ids=["gpu", "oldest", "cpu"]
+)
 def test_a_good_installation_works(case):
     assert {check.status for check in run_checks(case)} == {OK}
 

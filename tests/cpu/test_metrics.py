@@ -1,12 +1,13 @@
 """What /metrics and the log say about decode steps, against numbers counted by hand."""
 
 import logging
+import time
 from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from sgl_prefix_attn.metrics.counters import KvSize, StepCounters
+from sgl_prefix_attn.metrics.counters import EXTENDED, KvSize, StepCounters
 from sgl_prefix_attn.metrics.decode_log import DecodeLog
 from sgl_prefix_attn.metrics.exporter import PrometheusExporter
 from sgl_prefix_attn.metrics.intervals import StepIntervals
@@ -269,6 +270,14 @@ def test_a_line_every_interval_says_what_came_since_the_last(world, lines):
     assert "#step: 2, prefix (default): 1, stock (tree:LMCRadixCache): 1, " in second
     # 40 + 4 * 4 and 4 * 45 tokens; without sharing 4 * (44 + 45)
     assert "KV read: 0.236 GB, KV saved: 0.120 GB (33.7%), #plan: 0, planning (ms): 0.00" in second
+
+
+def test_the_time_of_extend_plans_is_not_that_of_decode(world, lines):
+    counters = StepCounters(decode_log=DecodeLog(1, SIZE))
+    with counters.evaluation(EXTENDED):
+        time.sleep(0.001)
+    run(preparer(Settings(policy="stock"), counters=counters), world, 1)
+    assert "planning (ms): 0.00" in lines()[0]
 
 
 def test_a_model_without_layers_of_its_own_has_a_line_all_the_same(world, lines):

@@ -4,8 +4,11 @@ import pytest
 
 from tests.support.interpreter_process import run_interpreted
 
+PARTS = ["gqa4", "sink and not gqa4", "not sink and not gqa4"]  # the last two take minutes
 
-@pytest.mark.long
-@pytest.mark.parametrize("part", ["sink", "not sink"])  # together they take minutes
+
+@pytest.mark.parametrize(
+    "part", [PARTS[0], *(pytest.param(part, marks=pytest.mark.long) for part in PARTS[1:])]
+)
 def test_the_portable_kernel_in_the_interpreter(part):
     run_interpreted("interpreted_portable.py", "-k", part)

@@ -47,6 +47,16 @@ def as_kernels(q, k, v, options, parts, ahead, generator) -> torch.Tensor:
     return (weights * torch.stack(outs)).sum(0).to(q.dtype).flatten(0, 1)[None]
 
 
+@pytest.mark.parametrize(("off", "is_wrong"), [(1.4, False), (1.6, True)])
+def test_all_heads_of_two_outputs_may_not_be_as_far_off_as_one(off, is_wrong):
+    want = torch.ones(2, 4, 16)
+    one, every = want.clone(), want.clone()
+    one[1, 2] *= 1 + 1.9 * torch.finfo(torch.float32).eps
+    every[1] *= 1 + off * (torch.finfo(torch.float32).eps * 65)
+    assert why_wrong(one, want) is None
+    assert (why_wrong(every, want) is not None) == is_wrong
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_kernels_round_less_than_is_allowed(dtype):
     """Of any heads, lengths, splits and peaks; V with a mean in common in one case of four."""

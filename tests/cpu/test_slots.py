@@ -1,10 +1,7 @@
 """Runs tests/support/interpreted_slots.py in Triton's interpreter."""
 
-import pytest
-
 from tests.support.interpreter_process import run_interpreted
 
 
-@pytest.mark.long
 def test_slots_in_the_interpreter():
     run_interpreted("interpreted_slots.py")

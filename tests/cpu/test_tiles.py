@@ -15,6 +15,7 @@ from sgl_prefix_attn.plan import cut_time, search, serialize, tiles
 from sgl_prefix_attn.plan.capacity import UNLIMITED, Capacity
 from sgl_prefix_attn.plan.cut_time import parts_within
 from sgl_prefix_attn.plan.forest import build_forest
+from sgl_prefix_attn.plan.kernel_rates import KernelRates
 from sgl_prefix_attn.plan.leaves import cut_at_roots, order_leaves
 from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.records import HeadConfig, PathTable
@@ -246,6 +247,24 @@ def test_parts_of_a_tile_stay_equally_long_while_it_grows(paths, heads):
         for of_tile in np.split(blocks, starts[1:], axis=1):
             parts = of_tile.shape[1]
             assert (of_tile.max(1) <= of_tile.sum(1) // parts + 2).all()
+        for of_tile in np.split(items, starts[1:]):
+            grows = of_tile[:, W.I_GROWING] > 0
+            planned = of_tile[:, W.I_BLOCKS]
+            assert not grows.any() or (planned[~grows] >= planned[grows].max()).all()
+
+
+@pytest.mark.parametrize("heads", [HeadConfig(8, 1, 128), HeadConfig(32, 8, 128)], ids=str)
+def test_no_cut_that_a_plan_leaves_out_as_hopeless_is_faster(heads):
+    made = Planner(heads, num_sms=132, rates=KernelRates())
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        batch, nodes = int(rng.integers(2, 200)), int(rng.integers(1, 30))
+        tree = build_forest(random_paths(seed, batch, nodes, (1, 17, 64, 300, 1000, 4097)))
+        (search,) = made._searches(tree)
+        every = search.candidates()
+        assert every[-1].most == 1, "the narrowest tiles are among them"
+        fastest = min(candidate.us for candidate in every)
+        assert made.plan_forest(tree).predicted_us <= 1.01 * fastest
 
 
 @given(path_tables(max_batch=40), st.sampled_from(HEADS))
