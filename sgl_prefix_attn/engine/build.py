@@ -68,7 +68,10 @@ def build(runner, heads: HeadConfig, settings: Settings, fallback: str) -> Execu
                 raise RuntimeError(
                     f"PREFIX_ATTN_KERNELS={HOPPER}: they failed at start: {verdict.why_not}"
                 )
-            logger.error("Hopper's kernels failed at start: %s", verdict.why_not)
+            logger.error(
+                "Hopper's kernels failed at start: %s (sgl-prefix-attn doctor: how to try again)",
+                verdict.why_not,
+            )
             family = Family(PORTABLE, "failed_at_start")
             if no_portable is not None:
                 raise NoKernels(family.why_not)

@@ -227,7 +227,7 @@ def test_kernels_that_fail_at_start_leave_sglangs_own(monkeypatch, caplog):
     runner.attn_backend = entry_point.create(runner)
     assert type(runner.attn_backend) is Stock
     assert caplog.messages == [
-        "Hopper's kernels failed at start: off",
+        "Hopper's kernels failed at start: off (sgl-prefix-attn doctor: how to try again)",
         "--attention-backend prefix: every step runs SGLang's own chosen (failed_at_start)",
     ]
     schedule = SimpleNamespace(reqs=server.world.reqs, tree_cache=server.world.cache)
