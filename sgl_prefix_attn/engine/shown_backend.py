@@ -46,7 +46,7 @@ def name_stock(runner, backend) -> None:
 
 def name_drafts(factory, backend) -> None:
     """Name the backend that a DraftBackendFactory made, and those of its steps, as what they are,
-    where SGLang leaves that out (until 0.5.18): models would take them for ours."""
+    where SGLang leaves that out (0.5.17): models would take them for ours."""
     asked = factory.draft_attn_backend  # start_checks.keep_stock_drafts
     server_args = factory.draft_model_runner.server_args  # only 0.5.17's factory has them
     if not asked or BACKEND_NAME not in sglang_config.attention_backends(server_args):
