@@ -5,8 +5,8 @@
 #   before; ARGS goes to pytest.
 # make test-all: lint and the whole test suite.
 # make test-releases: those of tests/sglang, and what its Triton makes of Hopper's kernel, on the
-#   oldest release of SGLang; two engines and the names of drafts on each in between. make test-all
-#   SGLANG=0.5.17 runs all of them there.
+#   oldest release of SGLang; on each in between what SGLang makes of the arguments, two engines and
+#   the names of drafts. make test-all SGLANG=0.5.17 runs all of them there.
 # make check: lint and the tests that start no engine and compile no kernel, in about two minutes
 #   where the planner was compiled before; hypothesis draws a quarter of make test's examples.
 # All install what they need first, once: the newest release of SGLang that this Python runs into
@@ -32,8 +32,8 @@ test-releases:
 	@$(MAKE) --no-print-directory pytest SGLANG=$(OLDEST) \
 		ARGS='tests/sglang tests/cpu/test_hopper_build.py -m "not long"'
 	@for release in $(BETWEEN); do $(MAKE) --no-print-directory pytest VENV=.venv-between \
-		SGLANG=$$release ARGS="tests/sglang/test_outputs.py tests/sglang/test_latent_models.py \
-		-k 'base or drafts_have_a_name'" || exit 1; done
+		SGLANG=$$release ARGS="$(addprefix tests/sglang/test_,outputs.py latent_models.py start.py \
+		stock_alone.py) -k 'base or drafts_have_a_name or test_start or test_stock_alone'" || exit 1; done
 
 pytest: install
 	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(CHOSEN) $(ARGS)
