@@ -57,6 +57,17 @@ class KvMapping:
     held: list[tuple[int, int]]
     allocations: list
 
+    @classmethod
+    def of(cls, reqs: Sequence) -> KvMapping:
+        """Read what must stay for a plan of these requests to stay valid, besides lengths."""
+        allocations = [req.kv for req in reqs]
+        records = reqs if reqs and record_of(reqs[0]) is reqs[0] else allocations
+        held = [
+            (record.cache_protected_len, req.retraction_count)
+            for record, req in zip(records, reqs, strict=True)
+        ]
+        return cls([req.last_node for req in reqs], held, allocations)
+
     def differs_from(self, other: KvMapping) -> bool:
         """Compare allocations by identity: SGLang's compare by value, and a new one may be equal
         (with the radix cache off nothing else changes then)."""
@@ -90,20 +101,11 @@ class TreeReader(ABC):
     def request_path(self, tree_cache, req) -> RequestPath:
         """Return one request's path, node by node."""
 
-    def mapping(self, reqs: Sequence) -> KvMapping:
-        """Return what must stay for a plan of these requests to stay valid, besides lengths."""
-        allocations = [req.kv for req in reqs]
-        records = reqs if reqs and record_of(reqs[0]) is reqs[0] else allocations
-        held = [
-            (record.cache_protected_len, req.retraction_count)
-            for record, req in zip(records, reqs, strict=True)
-        ]
-        return KvMapping([req.last_node for req in reqs], held, allocations)
 
-    def remaps(self, tree_cache) -> int | None:
-        """Count how often running requests may have got other nodes or slots so far (the hook in
-        patches/remaps.py counts); None where nothing counts."""
-        return getattr(tree_cache, "prefix_attn_remaps", None)
+def remaps_of(tree_cache) -> int | None:
+    """Count how often running requests may have got other nodes or slots so far (the hook in
+    patches/remaps.py counts); None where nothing counts."""
+    return getattr(tree_cache, "prefix_attn_remaps", None)
 
 
 def record_of(req):

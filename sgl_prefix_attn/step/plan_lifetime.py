@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sgl_prefix_attn.paths.tree_reader import KvMapping, RunningBatch, TreeReader
+from sgl_prefix_attn.paths.tree_reader import KvMapping, RunningBatch, remaps_of
 
 
 class PlanLifetime:
@@ -35,20 +35,20 @@ class PlanLifetime:
         self._next_lens = np.zeros(0, np.int64)
         self._appends_left = 0
 
-    def stale(self, batch: RunningBatch, reader: TreeReader) -> str | None:
+    def stale(self, batch: RunningBatch) -> str | None:
         """Say why the batch about to decode needs a new plan; None where it needs none.
 
-        As long as the reader's count of remaps and SGLang's list of requests stay (the object:
+        As long as the cache's count of remaps and SGLang's list of requests stay (the object:
         SGLang makes another when requests come, go or are retracted), so does the mapping.
         """
         if self._invalid is not None:
             return self._invalid
         if self._reqs != batch.reqs:
             return "composition"
-        remaps = reader.remaps(batch.tree_cache)
+        remaps = remaps_of(batch.tree_cache)
         list_then, remaps_then = self._compared
         if batch.reqs is not list_then or remaps is None or remaps != remaps_then:
-            if reader.mapping(batch.reqs).differs_from(self._mapping):
+            if KvMapping.of(batch.reqs).differs_from(self._mapping):
                 return "mapping"
             self._compared = batch.reqs, remaps
         # As bytes: in a running server numpy's comparison takes several times as long.
@@ -58,15 +58,13 @@ class PlanLifetime:
             return "headroom"
         return None
 
-    def planned(
-        self, batch: RunningBatch, reader: TreeReader, appends_left: int, has_grown: bool = False
-    ) -> None:
+    def planned(self, batch: RunningBatch, appends_left: int, has_grown: bool = False) -> None:
         """Note that a plan was made for this batch; its own step needs no append. has_grown: all
         but the lengths is as it was."""
         self._invalid = None
         if not has_grown:
             self._reqs = list(batch.reqs)
-            self._mapping = reader.mapping(batch.reqs)
+            self._mapping = KvMapping.of(batch.reqs)
             self._compared = (), None
         self._next_lens = batch.seq_lens.copy()
         # stepped() is also called for the planned step itself, whose token the plan holds.

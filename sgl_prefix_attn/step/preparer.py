@@ -7,13 +7,13 @@ Imports nothing of SGLang and touches no device: the backend executes the Step.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.metrics.step_count import StepCount
-from sgl_prefix_attn.paths.readers import reader_of, unsupported_tree
+from sgl_prefix_attn.paths.readers import unsupported_tree
 from sgl_prefix_attn.paths.tree_reader import RunningBatch
 from sgl_prefix_attn.plan.plan import Plan
 from sgl_prefix_attn.plan.planner import Planner
@@ -156,15 +156,13 @@ class StepPreparer(BatchPreparer):
             return standing, None, False
         plan, fault, cause = None, None, None
         try:
-            # There is one: without, the facts have stopped the step before.
-            reader: Any = reader_of(batch.tree_cache)
             paths = self._read(batch) if self.settings.check else None
-            cause = self.lifetime.stale(batch, reader)
+            cause = self.lifetime.stale(batch)
             if cause is not None:
                 # Until it has succeeded there is no plan: a failed try must be tried again.
                 self.lifetime.invalidate(cause)
                 with self.counters.evaluation():
-                    plan = self._evaluate(facts, cause, batch, reader, paths)
+                    plan = self._evaluate(facts, cause, batch, paths)
         except Exception as error:
             fault = error
         decision = self._evaluated
@@ -180,7 +178,9 @@ class StepPreparer(BatchPreparer):
             self._keep(decision)
         return decision, plan, decision is self._evaluated
 
-    def _evaluate(self, facts: BatchFacts, cause: str, batch, reader, paths) -> Plan | None:
+    def _evaluate(
+        self, facts: BatchFacts, cause: str, batch: RunningBatch, paths: PathTable | None
+    ) -> Plan | None:
         """Evaluate the batch, with its paths or None; return the plan to load, None for stock
         kernels."""
         known, before = (self._paths, self._plan) if cause == "headroom" else (None, None)
@@ -196,7 +196,7 @@ class StepPreparer(BatchPreparer):
         self.counters.plan(cause, plan.stats)
         # A decision for stock kernels stands until the batch changes or has grown by the headroom.
         appends_left = plan.appends_left if is_prefix else self.settings.headroom
-        self.lifetime.planned(batch, reader, appends_left, has_grown=known is not None)
+        self.lifetime.planned(batch, appends_left, has_grown=known is not None)
         self._count.evaluated(plan.stats, decision.variant)
         self._evaluated, self._paths, self._plan = decision, paths, plan
         self._dump.decided(paths, decision)

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from sgl_prefix_attn.paths.radix_reader import RadixReader
-from sgl_prefix_attn.paths.tree_reader import RunningBatch
+from sgl_prefix_attn.paths.tree_reader import KvMapping, RunningBatch
 from sgl_prefix_attn.step.plan_lifetime import PlanLifetime
 from tests.support.fake_sglang import Node, RadixCache, World
 
@@ -37,12 +36,12 @@ class Case:
         return RunningBatch(reqs, cache, self.lens(1) if seq_lens is None else seq_lens, None)
 
     def plan(self, seq_lens=None, headroom=8):
-        self.lifetime.planned(self._batch(None, seq_lens), RadixReader(), headroom)
+        self.lifetime.planned(self._batch(None, seq_lens), headroom)
 
     def stale(self, seq_lens=None, reqs=None):
         """Why the step after the planned one needs a new plan."""
         seq_lens = self.lens(2) if seq_lens is None else seq_lens
-        return self.lifetime.stale(self._batch(reqs, seq_lens), RadixReader())
+        return self.lifetime.stale(self._batch(reqs, seq_lens))
 
 
 @pytest.fixture
@@ -134,7 +133,7 @@ def test_references_are_kept_not_addresses(case):
 def test_a_steady_step_reads_no_request(case, monkeypatch):
     case.remaps = 7
     assert case.stale() is None
-    monkeypatch.setattr(RadixReader, "mapping", lambda self, reqs: 1 / 0)
+    monkeypatch.setattr(KvMapping, "of", lambda reqs: 1 / 0)
     for grown in (2, 3, 4):
         assert case.stale(case.lens(grown)) is None
         case.lifetime.stepped()
@@ -169,4 +168,4 @@ def test_a_new_plan_is_compared_with_the_requests_once_more(case):
 
 
 def test_at_first_there_is_no_plan():
-    assert PlanLifetime().stale(None, None) == "first"
+    assert PlanLifetime().stale(None) == "first"

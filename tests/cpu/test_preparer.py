@@ -10,6 +10,7 @@ import pytest
 
 from sgl_prefix_attn.execute.params import Capacity
 from sgl_prefix_attn.paths.radix_reader import RadixReader
+from sgl_prefix_attn.paths.tree_reader import KvMapping
 from sgl_prefix_attn.plan.aligned_search import AlignedSearch
 from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.records import Decision, Prediction
@@ -228,10 +229,10 @@ def test_requests_that_have_grown_are_planned_anew_on_the_paths_they_had(world, 
     steps, read = preparer(plan_with=planner(headroom=1)), preparer(plan_with=planner(headroom=1))
     for grown in (1, 2):
         run(steps, world, grown)
-    mapping, compared = RadixReader.mapping, []
+    mapping, compared = KvMapping.of, []
     with monkeypatch.context() as patched:
         patched.setattr(RadixReader, "read_paths", lambda *_: 1 / 0)  # would be a stock step
-        patched.setattr(RadixReader, "mapping", lambda *a: compared.append(a) or mapping(*a))
+        patched.setattr(KvMapping, "of", lambda *a: compared.append(a) or mapping(*a))
         again = run(steps, world, 3)
     assert len(compared) == 1, "by the lifetime alone"
     assert steps.counters.plans == {"first": 1, "headroom": 1}

@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 
 from sgl_prefix_attn.patches import checkpoint_remaps, remaps, unified_remaps
 from sgl_prefix_attn.paths.readers import reader_of, unsupported_tree
-from sgl_prefix_attn.paths.tree_reader import RunningBatch, TreeInvariantError, check_paths
+from sgl_prefix_attn.paths.tree_reader import (
+    RunningBatch,
+    TreeInvariantError,
+    check_paths,
+    remaps_of,
+)
 from tests.support.examples import examples
 from tests.support.fake_sglang import (
     CORES,
@@ -249,13 +254,13 @@ def test_each_node_is_walked_once(tree):
 @every_tree
 def test_remaps_are_counted_for_each_cache(tree):
     first, second = World(tree=tree).cache, World(tree=tree).cache
-    assert reader_of(first).remaps(first) is None, "nothing was counted yet"
+    assert remaps_of(first) is None, "nothing was counted yet"
     counts = []
     for _ in range(3):
         remaps.hook(first, object(), chunked=True)
-        counts.append(reader_of(first).remaps(first))
+        counts.append(remaps_of(first))
     assert len(set(counts)) == 3 and None not in counts
-    assert reader_of(second).remaps(second) is None
+    assert remaps_of(second) is None
 
 
 def test_one_count_serves_the_hooks_on_all_trees():

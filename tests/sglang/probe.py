@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 from sgl_prefix_attn.paths.radix_reader import RadixReader
+from sgl_prefix_attn.paths.tree_reader import KvMapping
 from sgl_prefix_attn.paths.unified_path_reader import UnifiedPathReader
 
 # Every step takes so much longer: a request that joins when tokens have come back to the client
@@ -150,8 +151,7 @@ def _count_loads() -> list[int]:
 def _record_steps(preparer, steps: Path, fault_file: Path):
     prepare, evicted, loaded = preparer.StepPreparer.prepare, _count_evictions(), _count_loads()
     read = []
-    for reader in READERS:
-        _note_calls(reader, "mapping", read)
+    _note_calls(KvMapping, "of", read)
     nth_step = {}
 
     def recorded(self, batch):
