@@ -60,21 +60,18 @@ LOOKAHEAD = 6  # most blocks that a CTA asks for slots ahead, also behind the la
 NONE = -1  # no token, no request
 
 # --- header -------------------------------------------------------------------------------------
-H_VERSION = 0
-H_BATCH = 1  # requests; rows at and above it are padding
-H_STEPS = 2  # tokens that every request has grown since the plan; 0 when loaded, set by append
-H_NUM_ITEMS = 3
-H_HEADROOM = 4  # largest H_STEPS that the growth columns have room for
-H_ORDER = 5  # word offset of the section
-H_SEGMENTS = 6
-H_NUM_SEGMENTS = 7
-H_GROWTHS = 8
-H_TILE_ROWS = 9  # rows that a tile has room for
-H_MERGES = 10  # word offset of the section, 0 where each query is in one tile
-H_PART_TOKENS = 11  # of an aligned plan, else 0
+H_BATCH = 0  # requests; rows at and above it are padding
+H_STEPS = 1  # tokens that every request has grown since the plan; 0 when loaded, set by append
+H_NUM_ITEMS = 2
+H_HEADROOM = 3  # largest H_STEPS that the growth columns have room for
+H_ORDER = 4  # word offset of the section
+H_SEGMENTS = 5
+H_NUM_SEGMENTS = 6
+H_GROWTHS = 7
+H_TILE_ROWS = 8  # rows that a tile has room for
+H_MERGES = 9  # word offset of the section, 0 where each query is in one tile
+H_PART_TOKENS = 10  # of an aligned plan, else 0
 HEADER_WORDS = 16
-
-VERSION = 1002
 
 # --- ITEM (item i at HEADER_WORDS + i * item_words(group_size, tile_rows)) -----------------------
 I_BLOCKS = 0  # blocks that the plan gives it

@@ -49,7 +49,6 @@ class Workspace:
         """Allocate a workspace with an empty plan in it (no requests, no items)."""
         rows = (capacity.partials, heads.num_qo_heads)
         words = torch.zeros(capacity.words, dtype=torch.int32, device=device)
-        words[W.H_VERSION] = W.VERSION
         words[W.H_TILE_ROWS] = tile_rows
         kv_indices = torch.zeros(capacity.index_slots, dtype=torch.int32, device=device)
         # a counter for each place; a split tile, with at least two partial tiles, has two counters

@@ -10,7 +10,6 @@ make_key = cached_njit(W.make_key)
 
 @cached_njit
 def write_header(words, batch, num_items, headroom, tile_rows, order, growths, segments):
-    words[W.H_VERSION] = W.VERSION
     words[W.H_BATCH] = batch
     words[W.H_NUM_ITEMS] = num_items
     words[W.H_HEADROOM] = headroom

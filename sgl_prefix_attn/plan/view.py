@@ -109,12 +109,7 @@ class PlanView:
 
 
 def view(plan: Plan, forest: Forest, decision: Decision, planner: Planner) -> PlanView:
-    """Read a plan that this planner made of the forest.
-
-    Raises ValueError where its words have another layout.
-    """
-    if plan.words[W.H_VERSION] != W.VERSION:
-        raise ValueError(f"layout {plan.words[W.H_VERSION]} of the plan's words, not {W.VERSION}")
+    """Read a plan that this planner made of the forest."""
     nodes, tiles = tuple(node_views(forest)), tuple(tile_views(plan, planner))
     return PlanView(
         plan=plan,

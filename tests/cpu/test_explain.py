@@ -170,14 +170,6 @@ def test_a_picture_is_drawn(spec, tmp_path, capsys):
     assert "written" in capsys.readouterr().out
 
 
-def test_words_of_another_layout_are_refused():
-    [(_, shown), *_] = views(Tree.parse("1,2_64,9").paths(), HeadConfig(8, 2, 128))
-    shown.plan.words[W.H_VERSION] += 1
-    planner = Planner(HeadConfig(8, 2, 128), num_sms=16)
-    with pytest.raises(ValueError, match="layout"):
-        view(shown.plan, shown.forest, DECISION, planner)
-
-
 # A long node of many requests is best read in few wide tiles, and the rest in narrow ones, which
 # are ten times as fast; in one tile, both would be wide.
 PLANTED = PortableRates(

@@ -90,7 +90,6 @@ def test_a_plan_that_is_too_large_leaves_the_current_one():
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        (W.H_VERSION, "have layout"),
         (W.H_TILE_ROWS, "tiles have"),
         (W.H_PART_TOKENS, "parts have"),
     ],
