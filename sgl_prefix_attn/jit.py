@@ -57,16 +57,16 @@ def folders() -> Iterator[Path]:
     yield PACKAGE / "__pycache__"
 
 
-def sources(file: Path) -> list[Path]:
-    """The files that a function compiled in `file` depends on: its folder's, and the planner's."""
+def sources(folder: Path) -> list[Path]:
+    """The files that a function compiled in `folder` depends on: its own, and the planner's."""
     every = [path for pattern in _EVERYWHERE for path in PACKAGE.glob(pattern)]
-    return sorted({*every, *file.parent.glob("*.py")})
+    return sorted({*every, *folder.glob("*.py")})
 
 
 @functools.cache
 def _digest(folder: Path) -> str:
     digest = hashlib.sha256()
-    for path in sources(folder / "_"):
+    for path in sources(folder):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -141,11 +141,6 @@ class PathTable:
             seq_lens=np.array(seq_lens, np.int32),
         )
 
-    @classmethod
-    def smallest_shared(cls) -> PathTable:
-        """Return two requests below one node: enough to compile a planner's loops."""
-        return cls.of(parent=[-1], length=[16], leaf=[0, 0], seq_lens=[17, 18])
-
 
 @dataclass(frozen=True)
 class Forest:

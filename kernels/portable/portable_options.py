@@ -15,7 +15,6 @@ class PortableConfig:
     """How the kernel is built.
 
     tile_rows  rows of a tile
-    few_rows   whether items of up to 16 rows have a loop of their own
     block_n    columns at once
     stages     of the pipelined loop; slots, then rows: only with 5 is a block in flight during
                products
@@ -25,7 +24,6 @@ class PortableConfig:
     """
 
     tile_rows: int = 64
-    few_rows: bool = True
     block_n: int = 32
     stages: int = 5
     warps: int = 4
@@ -70,7 +68,6 @@ def portable_constants(
         "HEAD_DIM": head_dim,
         "BLOCK_D": block_d,
         "TILE_ROWS": config.tile_rows,
-        "FEW_ROWS": config.few_rows and not invariant,
         "BLOCK_N": config.block_n,
         "STAGES": config.stages,
         "ITEM": W.item_words(group_size, config.tile_rows),

@@ -25,7 +25,7 @@ from .tile_results import LEFT, TICKETS, any_not_finite, count_part, store_resul
 
 HEADER_WORDS, I_ROWS = tl.constexpr(W.HEADER_WORDS), tl.constexpr(W.I_ROWS)
 H_NUM_ITEMS = tl.constexpr(W.H_NUM_ITEMS)
-# rows of an item that has a loop of its own
+# rows up to which an item has a loop of its own, unless INVARIANT
 FEW = tl.constexpr(16)
 
 
@@ -85,7 +85,6 @@ def row_tile_portable_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,  # HEAD_DIM, rounded up to a power of two
     TILE_ROWS: tl.constexpr,  # the plan's
-    FEW_ROWS: tl.constexpr,  # whether items of few rows have a loop of their own
     BLOCK_N: tl.constexpr,  # columns at once, a divisor of BLOCK
     STAGES: tl.constexpr,
     ITEM: tl.constexpr,  # item_words of the plan's tiles
@@ -104,7 +103,7 @@ def row_tile_portable_kernel(
         head = ticket % HEADS
         p_item = words_ptr + HEADER_WORDS + i_item * ITEM
         rows = tl.load(p_item + I_ROWS)
-        if FEW_ROWS and rows <= FEW:
+        if not INVARIANT and rows <= FEW:
             broken = _run(
                 p_item, i_item, head, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, partial_out_ptr,
                 partial_state_ptr, words_ptr, slots_ptr, keys_ptr, sinks_ptr, stride_q, stride_k,

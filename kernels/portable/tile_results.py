@@ -6,7 +6,7 @@ import triton.language as tl
 from sgl_prefix_attn.kernels import words as W
 
 from .block_loop import LOWEST
-from .query_merge import add_partial, count_queries, place_row, store_merged, with_sink
+from .query_merge import ROWS, add_partial, count_queries, place_row, store_merged, with_sink
 
 I_ROWS, I_QUERIES = tl.constexpr(W.I_ROWS), tl.constexpr(W.I_QUERIES)
 I_PART, I_PARTS = tl.constexpr(W.I_PART), tl.constexpr(W.I_PARTS)
@@ -156,8 +156,7 @@ def _merge(
     TILE_ROWS: tl.constexpr, HAS_LSE: tl.constexpr, HAS_SINK: tl.constexpr,
     INVARIANT: tl.constexpr,
 ):  # fmt: skip
-    """A tile's output from its parts, in their order, 16 rows at a time."""
-    ROWS: tl.constexpr = 16
+    """A tile's output from its parts, in their order, ROWS rows at a time."""
     offs_r = tl.arange(0, ROWS)
     rows = tl.load(p_item + I_ROWS)
     first = tl.load(p_item + I_PARTIAL)

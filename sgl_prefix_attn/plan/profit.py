@@ -27,24 +27,18 @@ def choose_packing(forest: Forest, strategy: str, costs: CostModel) -> Packing:
     calibrated  the cheapest split/merge choice under `costs`, by dynamic programming
     """
     if strategy == "query":
-        return _constant(forest, True)
+        return Packing(forest.parent >= 0, forest.tail_parent >= 0)
     if strategy == "naive":
-        return _constant(forest, False)
+        return Packing(np.zeros(forest.parent.size, bool), np.zeros(forest.tail_parent.size, bool))
     if strategy == "pat":
         return _pat(forest)
     if strategy == "compute":
-        node, tail = _fasttree(
+        return Packing(*_fasttree(
             forest.parent, forest.start, forest.end, forest.num_queries, forest.tail_parent,
             forest.tail_start, forest.seq_lens, costs.group_size,
-        )  # fmt: skip
-        return Packing(node, tail)
+        ))  # fmt: skip
     assert strategy == CALIBRATED, strategy
     return optimal_packing(forest, costs)
-
-
-def _constant(forest: Forest, merge: bool) -> Packing:
-    node = np.full(forest.parent.size, merge) & (forest.parent >= 0)
-    return Packing(node, np.full(forest.tail_parent.size, merge) & (forest.tail_parent >= 0))
 
 
 def _pat(forest: Forest) -> Packing:

@@ -173,8 +173,8 @@ def _serialize(
             num_partials += parts[t]
             num_counters += 1
 
-        # one list of unmasked blocks, one of masked columns in three categories, one of growth
-        column = np.zeros(4, np.int64)
+        # one list of unmasked blocks, and one of masked columns in three categories
+        column = np.zeros(3, np.int64)
         column[1] = blocks[t, B_BOTH]
         column[2] = blocks[t, B_BOTH] + blocks[t, B_SIDE0]
         whole_columns = 0

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 from sgl_prefix_attn import patches
-from sgl_prefix_attn.plugin.versions import INSTALL, SUPPORTED, Installed, Release
+from sgl_prefix_attn.plugin.versions import CPU_HOOKS, INSTALL, SUPPORTED, Installed, Release
 
 
 def load(name: str) -> ModuleType:
@@ -29,7 +29,7 @@ def register_all(release: Release) -> None:
 
     from sgl_prefix_attn.engine.cpu import platform
 
-    cpu_hooks = release.cpu_hooks if platform.is_active() else ()
+    cpu_hooks = CPU_HOOKS if platform.is_active() else ()
     for patch in map(load, (*release.hooks, *cpu_hooks)):
         HookRegistry.register(patch.TARGET, patch.hook, HookType(patch.TYPE))
 

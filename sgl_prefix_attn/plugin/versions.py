@@ -21,25 +21,20 @@ _EVERYWHERE = (
     "round_lengths",
     "built_backends",
 )
+# What our CPU platform needs besides, on each of them.
+CPU_HOOKS = ("cpu_no_triton", "cpu_last_loc", "cpu_forked_processes", "cpu_absorbed_prefill")
 
 
 @dataclass(frozen=True)
 class Release:
     """One SGLang release.
 
-    hooks      modules of sgl_prefix_attn.patches that `--attention-backend prefix` relies on
-    cpu_hooks  modules of sgl_prefix_attn.patches that our CPU platform needs besides
-    python     the oldest Python that it runs on
+    hooks   modules of sgl_prefix_attn.patches that `--attention-backend prefix` relies on
+    python  the oldest Python that it runs on
     """
 
     version: str
     hooks: tuple[str, ...]
-    cpu_hooks: tuple[str, ...] = (
-        "cpu_no_triton",
-        "cpu_last_loc",
-        "cpu_forked_processes",
-        "cpu_absorbed_prefill",
-    )
     python: tuple[int, int] = (3, 10)
 
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 from sgl_prefix_attn.predict.bandwidths import usual_bandwidth
 from sgl_prefix_attn.predict.record import Calibration, CalibrationKey, Source, rates_of
@@ -19,7 +20,7 @@ from sgl_prefix_attn.predict.stock_time import stock_kernel, stock_start
 from sgl_prefix_attn.records import FLASHINFER, HeadConfig
 
 # From the surest to the least sure, as step/policy.GAINS has them.
-_SOURCES: tuple[Source, ...] = ("judged", "measured", "shipped", "scaled", "conservative")
+_SOURCES: tuple[Source, ...] = get_args(Source)
 _H100 = "NVIDIA H100 80GB HBM3"  # on which those of rates_of are fitted
 _FITTED_BYTES = 2  # of an element of the KV that they are fitted to
 _BLOCK_RATES = ("wide", "narrow", "wide_masked", "narrow_masked")

@@ -172,7 +172,7 @@ def stock_work(
         tokens=int(seq_lens.sum()),
         unique=unique,
         pieces=cost.size,
-        chain=_run_queue(cost, heads.num_kv_heads, np.zeros(slots)),
+        chain=_run_queue(cost, heads.num_kv_heads, slots),
     )
 
 
@@ -229,12 +229,10 @@ def _shared_out(lens: np.ndarray, slots: float, tile: int, piece: int) -> np.nda
 
 
 @cached_njit
-def _run_queue(cost, repeats, free):
-    """Return when the last piece of work is done, if each goes to the CTA that is free first: cost
-    float [n] of the pieces in their order, all of them handed out `repeats` times in turn. `free`
-    float [slots]: when each CTA is free."""
-    heap = list(free)
-    heapq.heapify(heap)
+def _run_queue(cost, repeats, slots):
+    """Return when the last piece of work is done, if each goes to that one of `slots` CTAs which is
+    free first: cost float [n] of the pieces in their order, all handed out `repeats` times."""
+    heap = [0.0] * slots  # when each CTA is free
     last = 0.0
     for _ in range(repeats):
         for piece in cost:

@@ -103,5 +103,4 @@ class ExtendPreparer(BatchPreparer):
             policy=self.settings.policy,
             model=against,
             least_saving_us=self._least_saving_us,
-            several=True,
         )

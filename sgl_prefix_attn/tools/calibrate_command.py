@@ -27,10 +27,6 @@ _POOL_STEP = 50_000  # free memory varies a little: an interrupted run must find
 _MEMORY_SHARE = 0.4
 
 
-class Unusable(ValueError):
-    """Wrong arguments, or a machine that cannot be calibrated; the message says what to do."""
-
-
 class Gpu(NamedTuple):
     name: str
     num_sms: int
@@ -78,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     gpu = find_gpu((args.fallback,))
     family = family_on(gpu.capability, heads, args.dtype, args.kernels, kv_dtype=kv_dtype)
     if args.batches < procedure.MIN_SAMPLES:
-        raise Unusable(f"--batches must be at least {procedure.MIN_SAMPLES}, got {args.batches}")
+        raise ValueError(f"--batches must be at least {procedure.MIN_SAMPLES}, got {args.batches}")
     kernels: Any = family.name
     key = CalibrationKey(gpu.name, kernels, heads, kv_dtype, args.page_size, fallback=args.fallback)
     task = Task(
@@ -93,13 +89,13 @@ def run(args: argparse.Namespace) -> int:
     if path is None:
         folder = store.cache_folder()
         if folder is None:
-            raise Unusable(
+            raise ValueError(
                 "this user has no home folder, so there is no cache folder: set XDG_CACHE_HOME "
                 "here and for the server, or name a file with --out"
             )
         path = folder / store.file_name(key)
     if path.is_dir():
-        raise Unusable(f"--out: {path} is a folder")
+        raise ValueError(f"--out: {path} is a folder")
     with writing(path):
         try_folder(path)
     console = Console(soft_wrap=True, highlight=False)
@@ -155,21 +151,21 @@ def _kv_dtype(args: argparse.Namespace, heads: HeadConfig) -> Any:
 
 
 def find_gpu(fallbacks: Sequence[str]) -> Gpu:
-    """Look at the first GPU. Raises Unusable without one, or where one of SGLang's backends cannot
+    """Look at the first GPU. Raises ValueError without one, or where a backend of SGLang's cannot
     be measured on it."""
     import torch
 
     from sgl_prefix_attn.tools.calibrate.stock_decode import DECODES
 
     if not torch.cuda.is_available():
-        raise Unusable("torch sees no CUDA GPU; a server without one needs no calibration")
+        raise ValueError("torch sees no CUDA GPU; a server without one needs no calibration")
     for name in fallbacks:
         if name not in DECODES:
-            raise Unusable(f"{name} is not measured, {' and '.join(DECODES)} are")
+            raise ValueError(f"{name} is not measured, {' and '.join(DECODES)} are")
         try:
             importlib.import_module(DECODES[name].module)
         except ImportError as error:
-            raise Unusable(
+            raise ValueError(
                 f"{name}, which is measured too, does not import ({error}): "
                 "pip install 'sgl-prefix-attn[sglang]'"
             ) from error
@@ -181,9 +177,9 @@ def find_gpu(fallbacks: Sequence[str]) -> Gpu:
             capability=torch.cuda.get_device_capability(0),
         )
     except RuntimeError as error:
-        raise Unusable(f"torch cannot use the GPU: {error}") from None
+        raise ValueError(f"torch cannot use the GPU: {error}") from None
     if FA3 in fallbacks and found.capability[0] != 9:
-        raise Unusable(f"{FA3} is measured on Hopper GPUs, where it is SGLang's default")
+        raise ValueError(f"{FA3} is measured on Hopper GPUs, where it is SGLang's default")
     return found
 
 
@@ -201,14 +197,15 @@ def new_meter(key: CalibrationKey, most_tokens: int, fallbacks: Sequence[str] | 
 
 
 def pool_tokens(free_bytes: int, key: CalibrationKey) -> int:
-    """Choose the KV tokens of the largest batch; the meter holds twice as many. Raises Unusable."""
+    """Choose the KV tokens of the largest batch; the meter holds twice as many. Raises
+    ValueError where too little memory is free."""
     from sgl_prefix_attn.tools.calibrate.measure import min_pool
 
     least = min_pool(key.page_size)
     per_token = 2 * key.heads.num_kv_heads * key.heads.token_dim * key.kv_bytes
     fits = int(_MEMORY_SHARE * free_bytes // per_token)
     if fits < least:
-        raise Unusable(
+        raise ValueError(
             f"{free_bytes / 2**30:.1f} GiB of GPU memory are free, calibration needs "
             f"{least * per_token / _MEMORY_SHARE / 2**30:.1f}: stop what else uses the GPU"
         )

@@ -7,12 +7,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sgl_prefix_attn.execute.backends.family import HOPPER
-from sgl_prefix_attn.plugin.versions import RELEASES, SUPPORTED, install_command, match, newest_for
+from sgl_prefix_attn.plugin.versions import (
+    CPU_HOOKS,
+    RELEASES,
+    SUPPORTED,
+    install_command,
+    match,
+    newest_for,
+)
 from sgl_prefix_attn.records import FLASHINFER
 from sgl_prefix_attn.settings import CPU_PLATFORM, VARIABLE_PREFIX, Settings
 from sgl_prefix_attn.tools.doctor_facts import PLUGIN, Facts, chosen_family
 
-CPU_HOOKS = {name for release in RELEASES for name in release.cpu_hooks}
 OK, WARN, FAIL = "ok", "warn", "fail"
 PLATFORM = "prefix_attn_cpu"
 DIST = "sgl-prefix-attn"

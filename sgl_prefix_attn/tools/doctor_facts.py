@@ -90,7 +90,7 @@ def gather() -> Facts:
             EntryPoint(e.value, e.dist.name if e.dist else "?")
             for e in metadata.entry_points(group="sglang.srt.plugins", name=PLUGIN)
         ),
-        hooks=() if sglang_error else tuple(map(_hook, (*release.hooks, *release.cpu_hooks))),
+        hooks=() if sglang_error else tuple(map(_hook, (*release.hooks, *releases.CPU_HOOKS))),
         gpu=gpu,
         arch=arch,
         compiler=_compiler(),

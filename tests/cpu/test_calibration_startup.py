@@ -147,6 +147,6 @@ def test_stock_times_are_the_calibration_s_and_prefix_times_the_planner_s():
     slower = Predictor(replace(given, bandwidth=given.bandwidth / 2))
     assert 0 < predictor.stock(lens, 900) < slower.stock(lens, 900)
     planner = Planner(HEADS, num_sms=NUM_SMS, rates=given.kernel_rates)
-    plan = planner.plan(PathTable.smallest_shared())
+    plan = planner.plan(PathTable.of([-1], [16], [0, 0], [17, 18]))
     assert predictor.prefix(plan) == plan.predicted_us > 0
     assert predictor.source == "judged"

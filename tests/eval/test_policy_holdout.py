@@ -24,7 +24,7 @@ from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.step.preparer import StepPreparer
 from sgl_prefix_attn.tools.calibrate.batches import draw, prefix_lens
 from sgl_prefix_attn.tools.calibrate.writing import save
-from sgl_prefix_attn.tools.calibrate_command import Gpu, Unusable
+from sgl_prefix_attn.tools.calibrate_command import Gpu
 from sgl_prefix_attn.tools.named_gpus import server_of
 from tests.support import calibrations
 
@@ -313,7 +313,7 @@ def test_without_a_file_it_is_the_calibration_of_a_server(tmp_path, monkeypatch)
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     def find_gpu(fallbacks):
-        raise Unusable("no GPU here")
+        raise ValueError("no GPU here")
 
     monkeypatch.setattr(command, "find_gpu", find_gpu)
     with pytest.raises(SystemExit):

@@ -52,11 +52,9 @@ def test_they_are_refused_with_the_arguments_when_the_backend_is_asked_for(backe
     model = runner(is_encoder_decoder=True).model_config
     monkeypatch.setattr(sglang_config, "attention_backends", lambda server_args: backends)
     monkeypatch.setattr(sglang_config, "model_config", lambda server_args: model)
-    checked, server_args = [], object()
     asked = "prefix" in backends
     with pytest.raises(ValueError, match="encoder") if asked else contextlib.nullcontext():
-        server_arguments.hook(checked.append, server_args)
-    assert checked == [server_args]
+        server_arguments.hook(None, object())
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ class Shape(NamedTuple):
 
 SHAPES = {
     "gqa4": Shape((8, 2, 64), 13, 6, torch.float16),
-    "gqa4-one-loop": Shape((8, 2, 64), 13, 6, config={"few_rows": False, "block_n": 64}),
+    "gqa4-wide-blocks": Shape((8, 2, 64), 13, 6, config={"block_n": 64}),
     "mha": Shape((2, 2, 64), 40, 5, growth=20),
     "gqa3-96": Shape((6, 2, 96), 9, 4, soft_cap=3.0, growth=2),
     "gqa7-128": Shape((14, 2, 128), 9, 4, torch.float16, growth=5),
