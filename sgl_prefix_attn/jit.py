@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +44,23 @@ def cached_njit(function: Callable) -> Callable:
     return compiled
 
 
+def user_cache(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return sgl_prefix_attn in $XDG_CACHE_HOME or ~/.cache; None for a user without a home
+    folder."""
+    try:
+        base = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # neither HOME nor an entry in the user database
+        return None
+    return Path(base) / "sgl_prefix_attn"
+
+
 def folders() -> Iterator[Path]:
     """Where compiled code may be kept, best first; those that cannot be written are passed over."""
     if config.CACHE_DIR:
         yield Path(config.CACHE_DIR)
         return
-    try:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        yield Path(base) / "sgl_prefix_attn" / "compiled"
-    except RuntimeError:  # neither HOME nor an entry in the user database
-        pass
+    if (cache := user_cache()) is not None:
+        yield cache / "compiled"
     yield PACKAGE / "__pycache__"
 
 

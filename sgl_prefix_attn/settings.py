@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from sgl_prefix_attn.records import CALIBRATED, FLASHINFER, PREFIX, STOCK, STRATEGIES
+
 BACKEND_NAME = "prefix"  # of --attention-backend
 VARIABLE_PREFIX = "PREFIX_ATTN_"
 
@@ -31,15 +33,15 @@ class Settings:
     """Values of all variables; PREFIX_ATTN_STRATEGY is `strategy`, and so on."""
 
     strategy: str = _variable(
-        "calibrated",
-        _words("query", "naive", "compute", "pat", "calibrated"),
+        CALIBRATED,
+        _words(*STRATEGIES),
         "Profit model that splits or merges each node of the radix tree. Where Hopper's kernels "
         "would run, the server does not start with another than `calibrated` unless "
         "`PREFIX_ATTN_KERNELS=portable` is given, too.",
     )
     policy: str = _variable(
         "auto",
-        _words("auto", "prefix", "stock"),
+        _words("auto", PREFIX, STOCK),
         "Which kernels decode steps run: decide each step, or force one of them where possible.",
     )
     kernels: str = _variable(
@@ -50,11 +52,11 @@ class Settings:
     )
     fallback: str = _variable(
         "auto",
-        _words("auto", "flashinfer", "default"),
+        _words("auto", FLASHINFER, "default"),
         "Which of SGLang's own backends decodes what no plan does. `default` is SGLang's choice, "
         "or what `--attention-backend` names beside `--decode-attention-backend prefix`; `auto` "
-        "is FlashInfer, and the default where FlashInfer cannot serve the model or was measured "
-        "to be worse, in deterministic inference, and on a CPU.",
+        "is FlashInfer, and the default where FlashInfer cannot serve the model, in deterministic "
+        "inference, and on a CPU.",
     )
     prefill: bool = _variable(
         False,

@@ -2,7 +2,6 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -36,6 +35,7 @@ from .shape import (
     advance,
     blocks_of,
     group_barrier,
+    release,
     ticket_of,
     values_of,
 )
@@ -51,14 +51,6 @@ from .softmax import (
     thread_sum,
     to_quads,
 )
-
-
-@gluon.jit
-def release(free):
-    """Give back what a barrier guards. Every thread arrives for itself, as it would for its copies,
-    of which it has none under way: one arrival for the warpgroup would wait for all of its
-    warps."""
-    async_copy.mbarrier_arrive(free, increment_count=False)
 
 
 @gluon.jit

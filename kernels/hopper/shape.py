@@ -2,6 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.core import _aggregate as aggregate
 
 from sgl_prefix_attn.kernels import words as W
@@ -140,6 +141,14 @@ def advance(stage, phase, STAGES: gl.constexpr):
     stage += 1
     wrap = stage == STAGES
     return gl.where(wrap, 0, stage), gl.where(wrap, phase ^ 1, phase)
+
+
+@gluon.jit
+def release(free):
+    """Give back what a barrier guards. Every thread arrives for itself, as it would for its copies,
+    of which it has none under way: one arrival for the warpgroup would wait for all of its
+    warps."""
+    async_copy.mbarrier_arrive(free, increment_count=False)
 
 
 @gluon.jit

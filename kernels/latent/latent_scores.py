@@ -26,12 +26,13 @@ from ..hopper.shape import (
     MASKED,
     blocks_of,
     group_barrier,
+    release,
     ticket_of,
 )
 from ..hopper.softmax import by_quads, grow, keep_visible, probabilities, shrink, thread_sum
 from .latent_merge import count_half, merge_shares
 from .latent_results import here, store_half, store_lse
-from .latent_shape import HALF, ROWS, STAGES, release
+from .latent_shape import HALF, ROWS, STAGES
 
 GROWN = gl.constexpr(0x11111111)  # flags of FLAGS_PER_WORD blocks that are masked
 

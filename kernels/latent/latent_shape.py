@@ -2,14 +2,15 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.core import _aggregate as aggregate
 
 from sgl_prefix_attn.kernels import words as W
 
+from . import latent_options
+
 ROWS = gl.constexpr(W.HALF_ROWS)  # of a tile
 HALF = gl.constexpr(256)  # value columns of each warpgroup
-VALUE_DIM, ROPE_DIM = gl.constexpr(512), gl.constexpr(64)
+VALUE_DIM, ROPE_DIM = gl.constexpr(latent_options.VALUE_DIM), gl.constexpr(latent_options.ROPE_DIM)
 STAGES = gl.constexpr(2)
 
 
@@ -84,9 +85,3 @@ class LatentRings:
         self.full0, self.full1 = full0, full1
         self.free0, self.free1 = free0, free1
         self.p_full, self.p_free = p_full, p_free
-
-
-@gluon.jit
-def release(bar):
-    """Arrive with every thread for itself, without a barrier of the warpgroup."""
-    async_copy.mbarrier_arrive(bar, increment_count=False)

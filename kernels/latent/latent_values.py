@@ -18,11 +18,12 @@ from ..hopper.shape import (
     I_ROWS,
     advance,
     blocks_of,
+    release,
     ticket_of,
 )
 from .latent_merge import count_half, merge_shares
 from .latent_results import store_half
-from .latent_shape import HALF, ROWS, STAGES, release
+from .latent_shape import HALF, ROWS, STAGES
 
 
 @gluon.jit

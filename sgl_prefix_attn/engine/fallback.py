@@ -13,10 +13,6 @@ from sgl_prefix_attn.engine.reasons import first_of
 from sgl_prefix_attn.records import FLASHINFER
 from sgl_prefix_attn.settings import Settings
 
-# GPUs by name where SGLang's default has at least 1 % less regret than FlashInfer on batches that
-# no fit has seen: `python -m eval.policy_holdout` says so. An H100 has not (docs/kernel-log.md).
-DEFAULT_IS_BETTER: frozenset[str] = frozenset()
-
 
 class Fallback(NamedTuple):
     """name: SGLang's of the backend; reason: why it is this one, as a label of metrics."""
@@ -31,7 +27,7 @@ class Fallback(NamedTuple):
 def choose(
     asked: str,
     default: str,
-    gpu: str | None,
+    on_gpu: bool,
     layers: Sequence[LayerTraits],
     deterministic: bool = False,
 ) -> Fallback:
@@ -39,13 +35,12 @@ def choose(
 
     asked    PREFIX_ATTN_FALLBACK
     default  the backend that SGLang chose for the model, or was told to take
-    gpu      its name, None on a CPU
     layers   each kind that the model has
     deterministic  whether results may depend on a request alone, as the default's do then
 
     Raises ValueError where FlashInfer is asked for and cannot run.
     """
-    against = "device:cpu" if gpu is None else why_no_flashinfer(layers)
+    against = why_no_flashinfer(layers) if on_gpu else "device:cpu"
     if deterministic and against is None and default != FLASHINFER:
         against = "deterministic"
     if asked == FLASHINFER:
@@ -57,8 +52,6 @@ def choose(
         return Fallback(FLASHINFER, "asked")
     if asked == "default":
         return Fallback(default, "asked")
-    if against is None and gpu in DEFAULT_IS_BETTER:
-        against = "less_regret"
     return Fallback(FLASHINFER, "usual") if against is None else Fallback(default, against)
 
 
@@ -86,11 +79,10 @@ def why_no_flashinfer(layers: Sequence[LayerTraits]) -> str | None:
 
 def of(runner, settings: Settings) -> Fallback:
     """Choose that of a ModelRunner's server. Raises ValueError as choose() does."""
-    device = torch.device(runner.device)
     return choose(
         settings.fallback,
         sglang_config.default_backend(runner.server_args),
-        torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        torch.device(runner.device).type == "cuda",
         [group.traits for group in layer_groups.read(runner).every],
         determinism.is_on(runner.server_args),
     )

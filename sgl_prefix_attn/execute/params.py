@@ -27,7 +27,7 @@ class Workspace:
                    places behind them
     partial_state  float32 [partials, Hq, 2]    used as [partial tiles, Hkv, tile_rows, 2]: LSE in
                    base 2, scale of the row; for aligned plans maximum and sum
-    tickets        int32 [2 + partials * Hkv]   a queue, parts that are done; 0 between forwards
+    counters       int32 [2 + partials * Hkv]   a queue, parts that are done; 0 between forwards
     """
 
     words: torch.Tensor
@@ -35,7 +35,7 @@ class Workspace:
     keys: torch.Tensor
     partial_out: torch.Tensor
     partial_state: torch.Tensor
-    tickets: torch.Tensor
+    counters: torch.Tensor
 
     @classmethod
     def allocate(
@@ -59,7 +59,7 @@ class Workspace:
             keys=torch.zeros_like(kv_indices),
             partial_out=torch.empty(*rows, heads.value_dim, dtype=partial_dtype, device=device),
             partial_state=torch.empty(*rows, 2, dtype=torch.float32, device=device),
-            tickets=torch.zeros(counters, dtype=torch.int32, device=device),
+            counters=torch.zeros(counters, dtype=torch.int32, device=device),
         )
 
 

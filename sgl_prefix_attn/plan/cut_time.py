@@ -47,25 +47,6 @@ def predict_us(
     )  # fmt: skip
 
 
-def ways_to_split(
-    tiles: Tiles,
-    query: np.ndarray,
-    unique_tokens: int,
-    heads: HeadConfig,
-    num_sms: int,
-    rates: KernelRates,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cost the tiles as they are, and split until every CTA has a ticket, or some of them.
-
-    Returns costs float [T] (part_costs), parts int [ways, T], and microseconds float [ways] of each
-    way (predict_us). Merging waits for the slowest part, so splits pay only while no CTA has a
-    second ticket.
-    """
-    return time_ways(
-        rate_values(rates), query, tiles.edge, tiles.blocks, unique_tokens, heads.sizes, num_sms
-    )
-
-
 @cached_njit
 def _part_costs(block_rates, edge, blocks, heads, narrow_rows):
     wide, narrow, wide_masked, narrow_masked = block_rates
@@ -169,7 +150,13 @@ def parts_within(costs: np.ndarray, budget: int, most: np.ndarray) -> np.ndarray
 
 @cached_njit
 def time_ways(rates, query, edge, blocks, unique_tokens, heads, num_sms):
-    """Do the work of ways_to_split, for compiled callers."""
+    """Cost tiles (Tiles.edge and .blocks) as they are, and split until every CTA has a ticket, or
+    some of them.
+
+    Returns costs float [T] (part_costs), parts int [ways, T], and microseconds float [ways] of each
+    way (predict_us). Merging waits for the slowest part, so splits pay only while no CTA has a
+    second ticket.
+    """
     costs = _block_costs(rates, edge, blocks, heads)
     parts = np.ones((1 + len(_SHARES), costs.size), np.int64)
     ways = 1

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sgl_prefix_attn.jit import cached_njit
-from sgl_prefix_attn.plan.cut_time import time_ways, ways_to_split
+from sgl_prefix_attn.plan.cut_time import time_ways
 from sgl_prefix_attn.plan.kernel_rates import KernelRates, rate_values
 from sgl_prefix_attn.plan.leaves import LeafOrder, cut_at_requests, cut_at_roots, cut_evenly
 from sgl_prefix_attn.plan.split_nodes import Division
@@ -28,7 +28,7 @@ MOST = 96  # candidates: widths by halves from 128 on, three kinds of edges, fou
 
 class Candidate(NamedTuple):
     """A cut without its tiles: of up to `most` queries, with edges of a kind, split in the way of
-    that number (cut_time.ways_to_split). It takes `us` microseconds and reads `blocks` of KV."""
+    that number (cut_time.time_ways). It takes `us` microseconds and reads `blocks` of KV."""
 
     us: float
     most: int
@@ -91,9 +91,10 @@ def split_tiles(
     split_off: int = 0,
 ) -> list[Cut]:
     """Return the tiles as they are, and split until every CTA has a ticket, or some of them."""
-    costs, parts, us = ways_to_split(
-        tiles, order.query, forest.unique_tokens, heads, num_sms, rates
-    )
+    costs, parts, us = time_ways(
+        rate_values(rates), order.query, tiles.edge, tiles.blocks, forest.unique_tokens,
+        heads.sizes, num_sms,
+    )  # fmt: skip
     return [Cut(order, tiles, parts[i], costs, float(us[i]), split_off) for i in range(us.size)]
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
+from sgl_prefix_attn.jit import user_cache
 from sgl_prefix_attn.predict.carry_over import from_shipped
 from sgl_prefix_attn.predict.codec import CalibrationError, decode
 from sgl_prefix_attn.predict.record import Calibration, CalibrationKey
@@ -35,13 +36,9 @@ def versions() -> dict[str, str]:
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return $XDG_CACHE_HOME or ~/.cache, then sgl_prefix_attn/calibration; None for a user without
-    a home folder."""
-    try:
-        base = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:  # neither HOME nor an entry in the user database
-        return None
-    return Path(base) / "sgl_prefix_attn" / "calibration"
+    """Return `calibration` in user_cache(), None where there is none."""
+    cache = user_cache(environ)
+    return None if cache is None else cache / "calibration"
 
 
 def verdict_folder() -> Path | None:

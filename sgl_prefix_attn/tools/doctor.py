@@ -106,7 +106,7 @@ def check_model(folder: Path, tp: int, gpu: str) -> Check:
         return Check("model", OK, found.layers)
     if not stock:
         try:
-            beside = fallback_of(found, backend, gpu)
+            beside = fallback_of(found, backend)
         except ValueError as error:
             return Check("model", FAIL, str(error), "change or unset what is named here")
         return Check("model", OK, f"{found.layers}; stock decode by SGLang's {beside}")

@@ -14,7 +14,7 @@ PACKAGE = "sgl_prefix_attn"
 ROOMS = {
     "records": set(),
     "ranges": set(),
-    "settings": set(),
+    "settings": {"records"},
     "jit": set(),
     "kernels": set(),
     "paths": {"records"},

@@ -57,7 +57,7 @@ def attend(executor, problem):
     out = torch.full_like(problem.q, math.nan)
     lse = torch.full(out.shape[:2], math.nan)
     executor.run(problem.layer(out, out_lse=lse))
-    assert not executor.workspace.tickets.any(), "the next launch starts from counters of 0"
+    assert not executor.workspace.counters.any(), "the next launch starts from counters of 0"
     return out, lse
 
 

@@ -58,7 +58,7 @@ def attend(problem, executor, apart=False, wants_lse=True):
         q = problem.q[..., :512].transpose(0, 1).contiguous().transpose(0, 1)
         layer = replace(layer, q=q, q_rope=problem.q[..., 512:])
     executor.run(layer)
-    assert not executor.workspace.tickets.any(), "the next launch starts from counters of 0"
+    assert not executor.workspace.counters.any(), "the next launch starts from counters of 0"
     return (out, lse) if wants_lse else (out,)
 
 

@@ -112,7 +112,7 @@ class Server:
         batch = problem.q.shape[0]
         assert self.out[:, batch:].isnan().all(), "padding rows were written"
         assert self.lse[:, batch:].isnan().all(), "padding rows were written"
-        assert self.executor.workspace.tickets.eq(0).all()
+        assert self.executor.workspace.counters.eq(0).all()
         return (self.executor.workspace.kv_indices != before).nonzero().flatten().cpu()
 
     def check(self, problem):

@@ -70,7 +70,7 @@ class Runner:
         out, lse = torch.full_like(q, math.nan), torch.full(shape[:2], math.nan, device=DEVICE)
         self.executor.run(layer_of(problem, q, problem.k, problem.v, out, lse))
         assert out[batch:].isnan().all() and lse[batch:].isnan().all(), "padding rows were written"
-        assert not self.ws.tickets.any(), "the next launch starts from counters of 0"
+        assert not self.ws.counters.any(), "the next launch starts from counters of 0"
         return out[:batch], lse[:batch]
 
 
@@ -337,7 +337,7 @@ def test_runs_back_to_back_do_not_meet(family):
         for out in outs:
             runner.executor.run(problem.layer(out))
         assert all(torch.equal(out, want) for out in outs)
-        assert not runner.ws.tickets.any()
+        assert not runner.ws.counters.any()
 
 
 @BOTH

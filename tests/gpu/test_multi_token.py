@@ -87,7 +87,7 @@ def check(plan, asked: MultiToken, family, fault=None) -> None:
     out, lse = torch.full_like(q, math.nan), torch.full(q.shape[:2], math.nan, device=DEVICE)
     executor.run(LayerParams(q, queries.k, queries.v, out, lse, queries.sm_scale, queries.soft_cap))
     assert out[-3:].isnan().all() and lse[-3:].isnan().all(), "padding rows were written"
-    assert not workspace.tickets.any(), "the next launch starts from counters of 0"
+    assert not workspace.counters.any(), "the next launch starts from counters of 0"
     assert_attention(queries, out[:-3], lse[:-3])
 
 

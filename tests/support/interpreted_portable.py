@@ -96,7 +96,7 @@ def run(executor: PlanExecutor, problem: Problem) -> tuple[torch.Tensor, torch.T
     out = torch.full_like(problem.q, float("nan"))
     lse = torch.full(problem.q.shape[:2], float("nan"))
     executor.run(problem.layer(out, out_lse=lse))
-    assert not executor.workspace.tickets.any(), "counters are not as they were"
+    assert not executor.workspace.counters.any(), "counters are not as they were"
     return out, lse
 
 

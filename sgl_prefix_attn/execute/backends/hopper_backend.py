@@ -12,6 +12,7 @@ from sgl_prefix_attn.execute.backends.kernel_backend import (
     Capabilities,
     KernelBackend,
     kv_dtype_label,
+    resident_ctas,
 )
 from sgl_prefix_attn.execute.params import LayerParams, Workspace
 from sgl_prefix_attn.kernels import words as W
@@ -67,10 +68,7 @@ class HopperBackend(KernelBackend):
         pdl: bool = False,
         part_tokens: int = 0,
     ):
-        gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-        # more CTAs than SMs would wait for parts of CTAs that cannot start
-        sms = gpu.multi_processor_count if gpu else 1
-        super().__init__(heads, dtype, device, W.TILE_ROWS, sms, part_tokens)
+        super().__init__(heads, dtype, device, W.TILE_ROWS, resident_ctas(device), part_tokens)
         self.pdl = pdl
 
     def forward(self, workspace: Workspace, layer: LayerParams) -> None:

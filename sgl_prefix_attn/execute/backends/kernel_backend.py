@@ -66,6 +66,13 @@ class Capabilities:
         )
 
 
+def resident_ctas(device: torch.device) -> int:
+    """Count the CTAs of a kernel whose parts wait for one another: one an SM, because one more
+    would wait for parts of CTAs that cannot start; 1 without a GPU."""
+    is_gpu = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 1
+
+
 class KernelBackend:
     """Runs plans of one head configuration; a backend adds forward().
 
@@ -204,7 +211,7 @@ class KernelBackend:
         return (
             layer.q, *caches, layer.out,
             workspace.partial_state if layer.out_lse is None else layer.out_lse,
-            workspace.partial_out, workspace.partial_state, workspace.tickets, workspace.words,
+            workspace.partial_out, workspace.partial_state, workspace.counters, workspace.words,
             workspace.kv_indices, workspace.keys, layer.sinks,
             *(tensor.stride(0) for tensor in (layer.q, *caches, layer.out)),
             layer.sm_scale * layer.k_scale, layer.soft_cap, layer.v_scale,

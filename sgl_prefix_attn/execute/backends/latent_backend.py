@@ -7,7 +7,11 @@ from typing import ClassVar
 
 import torch
 
-from sgl_prefix_attn.execute.backends.kernel_backend import Capabilities, KernelBackend
+from sgl_prefix_attn.execute.backends.kernel_backend import (
+    Capabilities,
+    KernelBackend,
+    resident_ctas,
+)
 from sgl_prefix_attn.execute.params import LayerParams, Workspace
 from sgl_prefix_attn.kernels import words as W
 from sgl_prefix_attn.kernels.latent.latent_attention import latent_tile_kernel
@@ -44,10 +48,7 @@ class LatentBackend(KernelBackend):
     )
 
     def __init__(self, heads: HeadConfig, dtype: torch.dtype, device: torch.device):
-        gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-        # more CTAs than SMs would wait for parts of CTAs that cannot start
-        ctas = gpu.multi_processor_count if gpu else 1
-        super().__init__(heads, dtype, device, W.HALF_ROWS, ctas)
+        super().__init__(heads, dtype, device, W.HALF_ROWS, resident_ctas(device))
 
     def forward(self, workspace: Workspace, layer: LayerParams) -> None:
         """Compute attention of one layer. Raises ValueError for a cap or sinks, which the kernel
@@ -65,7 +66,7 @@ def latent_tensors(workspace: Workspace, layer: LayerParams) -> tuple[torch.Tens
     return (
         *_queries(layer), layer.k_cache, layer.out,
         workspace.partial_state if layer.out_lse is None else layer.out_lse,
-        workspace.partial_out, workspace.partial_state, workspace.tickets, workspace.words,
+        workspace.partial_out, workspace.partial_state, workspace.counters, workspace.words,
         workspace.kv_indices, workspace.keys,
     )  # fmt: skip
 
