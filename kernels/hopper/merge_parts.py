@@ -63,7 +63,7 @@ def merge_share(
     out_ptr, lse_ptr, partial_out_ptr, partial_state_ptr, counters_ptr, sinks_ptr, p_item, head,
     rows, parts, stride_out, S, WG: gl.constexpr,
 ):  # fmt: skip
-    """Wait until all parts of these 64 rows are counted, then merge part's share of them."""
+    """Wait until all parts of these 64 rows are counted, then merge this part's share of them."""
     wide = rows > HALF_ROWS
     side = gl.where(wide, WG, 0)
     base = side * HALF_ROWS

@@ -226,7 +226,8 @@ class PrefixAttnBackend(AttentionBackend):
     # --- attention -------------------------------------------------------------------------------
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
-        """Attend in one layer: q [B, Hq * D], k and v [B, Hkv, D]; returns [B, Hq * D]."""
+        """Attend in one layer of any batch, a row for each new token: q [rows, Hq * D], k and v
+        [rows, Hkv, D]; returns [rows, Hq * Dv]."""
         lane, stock = self._lane_of(forward_batch.forward_mode), self._stock_of(forward_batch)
         # prompts expanded from latent KV are attended to in layers of the same ids
         dims = layer.qk_head_dim, layer.v_head_dim

@@ -1,8 +1,9 @@
 """A plan's words run in torch: the oracle of the kernels.
 
-Each function does what the kernel of the same name does, reading nothing but the words, so that a
-plan which is wrong is wrong here too. Everything is exact, in float64, but for aligned plans, whose
-results must not depend on what else a batch holds: row_sums.py.
+fill, append and execute do what fill_blocks_kernel, append_token_kernel and the attention kernels
+do, reading nothing but the words, so that a plan which is wrong is wrong here too. Everything is
+exact, in float64, but for aligned plans, whose results must not depend on what else a batch holds:
+row_sums.py.
 """
 
 from __future__ import annotations

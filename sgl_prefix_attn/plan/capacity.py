@@ -12,8 +12,10 @@ from sgl_prefix_attn.records import PlanTooLarge
 class Capacity:
     """Sizes of an executor's fixed workspace.
 
-    Memory is 4 bytes per word, 8 per index slot, and num_qo_heads * (value_dim *
-    dtype size + 8) bytes per partial row.
+    words        int32 words of a plan, 4 bytes each
+    index_slots  entries of its blocks, 8 bytes each: a KV slot and a key
+    partials     rows of q whose partial results there is room for, num_qo_heads * (value_dim *
+                 dtype size + 8) bytes each
     """
 
     words: int

@@ -17,11 +17,14 @@ class Plan:
     """One step as tiles of requests, in the words that kernels read.
 
     words         int32 [...]  layout in kernels/words.py
+    batch_size    requests
     num_blocks    blocks of slots and keys that the step needs, growth included
     num_partial_tiles  partial results of tile_rows rows for each KV head, and
     num_places    partial results of one query that are merged by query, that it needs
     group_size    query heads a KV head
     tile_rows     rows that a tile has room for
+    longest       tokens of the longest segment, by which the fill kernel's grid is chosen
+    appends_left  tokens that every request can grow
     edge          int32 [.]  places of leaves (leaves.py) between which its tiles stand
     tiles_age     steps since the search that found them
     predicted_us  microseconds per layer, at that search

@@ -206,7 +206,8 @@ class KernelBackend:
 
     @staticmethod
     def _arguments(workspace: Workspace, layer: LayerParams) -> tuple:
-        """What both Triton kernels take before their constants, in their order."""
+        """What the kernels over separate keys and values (Hopper's, the portable one) take before
+        their constants, in their order."""
         caches = layer.k_cache, layer.v_cache
         return (
             layer.q, *caches, layer.out,

@@ -1,1 +1,1 @@
-"""Explain a plan: from its record to plain rows, to text and to a picture."""
+"""Explain a plan: its plain rows (plan/view.py) as text and as a picture."""
