@@ -3,9 +3,10 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.language.core import _aggregate as aggregate
 
 from sgl_prefix_attn.kernels import words as W
+
+from ..aggregate import aggregate
 
 try:
     from triton.experimental.gluon.language import thread_barrier as group_barrier  # Triton 3.6
@@ -63,26 +64,6 @@ class Shape:
     INVARIANT: gl.constexpr
     PRODUCER_WARPS: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(
-        self, HEADS, GROUP, HEAD_DIM, STAGES, LOOKAHEAD, ITEM, BIT_KEYS, HAS_CAP, HAS_LSE,
-        HAS_SINK, PDL, NARROW, INVARIANT, PRODUCER_WARPS,
-    ):  # fmt: skip
-        self.HEADS = gl.constexpr(HEADS)
-        self.GROUP = gl.constexpr(GROUP)
-        self.HEAD_DIM = gl.constexpr(HEAD_DIM)
-        self.STAGES = gl.constexpr(STAGES)
-        self.LOOKAHEAD = gl.constexpr(LOOKAHEAD)
-        self.ITEM = gl.constexpr(ITEM)
-        self.BIT_KEYS = gl.constexpr(BIT_KEYS)
-        self.HAS_CAP = gl.constexpr(HAS_CAP)
-        self.HAS_LSE = gl.constexpr(HAS_LSE)
-        self.HAS_SINK = gl.constexpr(HAS_SINK)
-        self.PDL = gl.constexpr(PDL)
-        self.NARROW = gl.constexpr(NARROW)
-        self.INVARIANT = gl.constexpr(INVARIANT)
-        self.PRODUCER_WARPS = gl.constexpr(PRODUCER_WARPS)
-
 
 @aggregate
 class Rings:
@@ -110,23 +91,6 @@ class Rings:
     k_free: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     free: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(
-        self, q, kv, v, keys, tainted, shown, q_full, q_free, k_full, k_free, full, free
-    ):  # fmt: skip
-        self.q = q
-        self.kv = kv
-        self.v = v
-        self.keys = keys
-        self.tainted = tainted
-        self.shown = shown
-        self.q_full = q_full
-        self.q_free = q_free
-        self.k_full = k_full
-        self.k_free = k_free
-        self.full = full
-        self.free = free
 
 
 @gluon.jit

@@ -1,11 +1,10 @@
 """What the roles of the kernel over latent KV share: its constants and its shared memory."""
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
 
 from sgl_prefix_attn.kernels import words as W
 
+from ..aggregate import aggregate
 from . import latent_options
 
 ROWS = gl.constexpr(W.HALF_ROWS)  # of a tile
@@ -25,15 +24,6 @@ class LatentShape:
     BIT_KEYS: gl.constexpr
     HAS_LSE: gl.constexpr
     PRODUCER_WARPS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, HEADS, GROUP, ITEM, BIT_KEYS, HAS_LSE, PRODUCER_WARPS):
-        self.HEADS = gl.constexpr(HEADS)
-        self.GROUP = gl.constexpr(GROUP)
-        self.ITEM = gl.constexpr(ITEM)
-        self.BIT_KEYS = gl.constexpr(BIT_KEYS)
-        self.HAS_LSE = gl.constexpr(HAS_LSE)
-        self.PRODUCER_WARPS = gl.constexpr(PRODUCER_WARPS)
 
 
 @aggregate
@@ -71,17 +61,3 @@ class LatentRings:
     free1: gl.shared_memory_descriptor
     p_full: gl.shared_memory_descriptor
     p_free: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(
-        self, q0, q1, qr, c0, c1, kr, p, alpha, keys, tainted, shown, q_full, q_free, full0, full1,
-        free0, free1, p_full, p_free,
-    ):  # fmt: skip
-        self.q0, self.q1, self.qr = q0, q1, qr
-        self.c0, self.c1, self.kr = c0, c1, kr
-        self.p, self.alpha, self.keys = p, alpha, keys
-        self.tainted, self.shown = tainted, shown
-        self.q_full, self.q_free = q_full, q_free
-        self.full0, self.full1 = full0, full1
-        self.free0, self.free1 = free0, free1
-        self.p_full, self.p_free = p_full, p_free

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from sgl_prefix_attn.kernels import words as W
 
+from ..aggregate import aggregate
 from .narrow_kv import is_narrow, product_dtype, scaled_queries, widen
 
 PRE, BLOCK, H_STEPS = tl.constexpr(W.PRE), tl.constexpr(W.BLOCK), tl.constexpr(W.H_STEPS)
@@ -13,6 +14,35 @@ I_REST, I_QUERIES = tl.constexpr(W.I_REST), tl.constexpr(W.I_QUERIES)
 LOG2_E = tl.constexpr(1.4426950408889634)
 # below every score: rows that have seen no column yet must not make inf - inf
 LOWEST = tl.constexpr(-1.0e30)
+
+
+@aggregate
+class Shape:
+    """What the kernel is compiled for.
+
+    HEADS      KV heads; GROUP query heads each; HEAD_DIM, and BLOCK_D, that rounded up to a power
+               of two
+    TILE_ROWS  of the plan; BIT_KEYS has_bit_keys of words.py for these
+    BLOCK_N    columns at once, a divisor of BLOCK
+    STAGES     of the pipelined loop
+    CHUNK      columns of one tensor of results: BLOCK_D, a half or a quarter of it
+    HAS_CAP    cap the logits; HAS_LSE write the LSE; HAS_SINK add a sink to each row
+    INVARIANT  over aligned plans a row's bits do not depend on other rows
+    """
+
+    HEADS: tl.constexpr
+    GROUP: tl.constexpr
+    HEAD_DIM: tl.constexpr
+    BLOCK_D: tl.constexpr
+    TILE_ROWS: tl.constexpr
+    BLOCK_N: tl.constexpr
+    STAGES: tl.constexpr
+    BIT_KEYS: tl.constexpr
+    HAS_CAP: tl.constexpr
+    HAS_LSE: tl.constexpr
+    HAS_SINK: tl.constexpr
+    CHUNK: tl.constexpr
+    INVARIANT: tl.constexpr
 
 
 @triton.jit
@@ -69,10 +99,8 @@ def _add_values(
 @triton.jit
 def attend(
     p_item, i_item, head, q_ptr, k_ptr, v_ptr, words_ptr, slots_ptr, keys_ptr, stride_q,
-    stride_k, stride_v, sm_scale, cap, v_scale,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, BIT_KEYS: tl.constexpr, HAS_CAP: tl.constexpr,
-    CHUNK: tl.constexpr, CLEAN: tl.constexpr = False,
+    stride_k, stride_v, sm_scale, cap, v_scale, S, BLOCK_M: tl.constexpr,
+    CLEAN: tl.constexpr = False,
 ):  # fmt: skip
     """Attend with an item's rows over its blocks: results [M, D], unnormalised, maxima and sums
     [M], base 2.
@@ -83,29 +111,29 @@ def attend(
     Results are up to four tensors of CHUNK columns. Triton lets the warps of an mma.sync share the
     wider side of its result, so that with more columns than rows every warp holds all of q.
     """
-    SUBS: tl.constexpr = BLOCK // BLOCK_N
+    SUBS: tl.constexpr = BLOCK // S.BLOCK_N
     row = tl.arange(0, BLOCK_M)
     ok = row < tl.load(p_item + I_ROWS)
-    offs_d = tl.arange(0, BLOCK_D)
-    offs_n = tl.arange(0, BLOCK_N)
-    mask_d = offs_d < HEAD_DIM
-    query = tl.load(p_item + I_QUERIES + row // GROUP, mask=ok, other=0).to(tl.int64)
-    p_q = q_ptr + query * stride_q + (head * GROUP + row % GROUP) * HEAD_DIM
+    offs_d = tl.arange(0, S.BLOCK_D)
+    offs_n = tl.arange(0, S.BLOCK_N)
+    mask_d = offs_d < S.HEAD_DIM
+    query = tl.load(p_item + I_QUERIES + row // S.GROUP, mask=ok, other=0).to(tl.int64)
+    p_q = q_ptr + query * stride_q + (head * S.GROUP + row % S.GROUP) * S.HEAD_DIM
     q = tl.load(p_q[:, None] + offs_d[None, :], mask=ok[:, None] & mask_d[None, :], other=0.0)
-    p_k = k_ptr + head * HEAD_DIM + offs_d
-    p_v = v_ptr + head * HEAD_DIM
+    p_k = k_ptr + head * S.HEAD_DIM + offs_d
+    p_v = v_ptr + head * S.HEAD_DIM
     b_max = tl.full([BLOCK_M], LOWEST, tl.float32)
     b_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc0 = tl.zeros([BLOCK_M, CHUNK], tl.float32)
+    acc0 = tl.zeros([BLOCK_M, S.CHUNK], tl.float32)
     acc1, acc2, acc3 = acc0, acc0, acc0
     scale = sm_scale * LOG2_E
     NARROW: tl.constexpr = is_narrow(k_ptr.dtype.element_ty)
     if NARROW:
         q, scale = scaled_queries(q, scale)
     rest = tl.load(p_item + I_REST)
-    for n in tl.range(0, blocks_of(p_item, words_ptr) * SUBS, num_stages=STAGES):
+    for n in tl.range(0, blocks_of(p_item, words_ptr) * SUBS, num_stages=S.STAGES):
         b = n // SUBS
-        place = block_at(i_item, rest, b) * BLOCK + (n - b * SUBS) * BLOCK_N
+        place = block_at(i_item, rest, b) * BLOCK + (n - b * SUBS) * S.BLOCK_N
         slot = tl.load(slots_ptr + place + offs_n)
         key = tl.load(keys_ptr + place + offs_n)
         there = slot >= 0
@@ -115,27 +143,29 @@ def attend(
             p_k[:, None] + at[None, :] * stride_k, mask=mask_d[:, None] & there[None, :], other=0.0
         )
         s = tl.dot(q, widen(k), input_precision="ieee") * scale
-        if HAS_CAP:
+        if S.HAS_CAP:
             s = soft_cap(s, cap)
         if CLEAN:
-            finite = _finite(p_v, at, there, stride_v, HEAD_DIM, BLOCK_D)
+            finite = _finite(p_v, at, there, stride_v, S.HEAD_DIM, S.BLOCK_D)
             s = tl.where(finite[None, :], s, float("nan"))
             there &= finite
-        s = tl.where(sees(key, row, GROUP, BIT_KEYS), s, float("-inf"))
+        s = tl.where(sees(key, row, S.GROUP, S.BIT_KEYS), s, float("-inf"))
         new_max = tl.maximum(b_max, tl.max(s, 1))
         p = tl.exp2(s - new_max[:, None])
         shrink = tl.exp2(b_max - new_max)
         b_sum = b_sum * shrink + tl.sum(p, 1)
         p = p.to(product_dtype(v_ptr.dtype.element_ty))
-        acc0 = _add_values(acc0, p, shrink, p_v, at, there, stride_v, 0, HEAD_DIM, CHUNK)
-        if CHUNK < BLOCK_D:
-            acc1 = _add_values(acc1, p, shrink, p_v, at, there, stride_v, CHUNK, HEAD_DIM, CHUNK)
-        if 2 * CHUNK < BLOCK_D:
+        acc0 = _add_values(acc0, p, shrink, p_v, at, there, stride_v, 0, S.HEAD_DIM, S.CHUNK)
+        if S.CHUNK < S.BLOCK_D:
+            acc1 = _add_values(
+                acc1, p, shrink, p_v, at, there, stride_v, S.CHUNK, S.HEAD_DIM, S.CHUNK
+            )
+        if 2 * S.CHUNK < S.BLOCK_D:
             acc2 = _add_values(
-                acc2, p, shrink, p_v, at, there, stride_v, 2 * CHUNK, HEAD_DIM, CHUNK
+                acc2, p, shrink, p_v, at, there, stride_v, 2 * S.CHUNK, S.HEAD_DIM, S.CHUNK
             )
             acc3 = _add_values(
-                acc3, p, shrink, p_v, at, there, stride_v, 3 * CHUNK, HEAD_DIM, CHUNK
+                acc3, p, shrink, p_v, at, there, stride_v, 3 * S.CHUNK, S.HEAD_DIM, S.CHUNK
             )
         b_max = new_max
     if NARROW:

@@ -89,24 +89,22 @@ def _power_of_2_from(n):
 @triton.jit
 def count_queries(
     p_item, head, out_ptr, lse_ptr, partial_out_ptr, partial_state_ptr, counters_ptr, words_ptr,
-    sinks_ptr, stride_out,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    TILE_ROWS: tl.constexpr, HAS_LSE: tl.constexpr, HAS_SINK: tl.constexpr,
+    sinks_ptr, stride_out, S,
 ):  # fmt: skip
     """Count an item for each of its queries, at once, and merge those that it is the last item of,
     each in the order of its places, a few queries' rows at a time."""
-    MOST: tl.constexpr = _power_of_2_from(TILE_ROWS // GROUP)
+    MOST: tl.constexpr = _power_of_2_from(S.TILE_ROWS // S.GROUP)
     # heads of a query that are merged at once, and queries
-    FEW_HEADS: tl.constexpr = ROWS if GROUP >= ROWS else _power_of_2_from(GROUP)
+    FEW_HEADS: tl.constexpr = ROWS if S.GROUP >= ROWS else _power_of_2_from(S.GROUP)
     FEW: tl.constexpr = ROWS // FEW_HEADS
-    queries = tl.load(p_item + I_ROWS) // GROUP
+    queries = tl.load(p_item + I_ROWS) // S.GROUP
     p_merges = words_ptr + tl.load(words_ptr + H_MERGES)
     i_query = tl.arange(0, MOST)
     there = i_query < queries
     query = tl.load(p_item + I_QUERIES + i_query, mask=there, other=0)
     first = tl.load(p_merges + query * MERGE_WORDS + M_PLACES, mask=there, other=0)
     count = tl.load(p_merges + query * MERGE_WORDS + M_COUNT, mask=there, other=0)
-    p_counter = counters_ptr + tl.load(words_ptr + first, mask=there, other=0) * HEADS + head
+    p_counter = counters_ptr + tl.load(words_ptr + first, mask=there, other=0) * S.HEADS + head
     tl.debug_barrier()  # the stores of all warps before the count
     last = there & (tl.atomic_add(p_counter, 1, mask=there, sem="acq_rel") == count - 1)
     tl.store(p_counter, 0, mask=last)  # for the next launch
@@ -120,21 +118,22 @@ def count_queries(
         if most > 0:
             p_places = words_ptr + tl.sum(tl.where(mine, first[:, None], 0), 0)
             row = tl.sum(tl.where(mine, query[:, None], 0), 0).to(tl.int64)
-            for h in range(0, GROUP, FEW_HEADS):
+            for h in range(0, S.GROUP, FEW_HEADS):
                 i_head = h + lane % FEW_HEADS
-                ok = (places > 0) & (i_head < GROUP)
+                ok = (places > 0) & (i_head < S.GROUP)
                 row_max = tl.full([ROWS], LOWEST, tl.float32)
                 total = tl.zeros([ROWS], tl.float32)
-                acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+                acc = tl.zeros([ROWS, S.BLOCK_D], tl.float32)
                 for i in tl.range(0, most, loop_unroll_factor=2):
                     one = ok & (i < places)
                     place = tl.load(p_places + i, mask=one, other=0)
-                    i_row = place_row(place, i_head, head, HEADS, GROUP)
+                    i_row = place_row(place, i_head, head, S.HEADS, S.GROUP)
                     acc, row_max, total = add_partial(
                         acc, row_max, total, i_row, one, partial_out_ptr, partial_state_ptr,
-                        HEAD_DIM, BLOCK_D,
+                        S.HEAD_DIM, S.BLOCK_D,
                     )  # fmt: skip
                 store_merged(
-                    acc, row_max, total, row, head * GROUP + i_head, ok, out_ptr, lse_ptr,
-                    sinks_ptr, stride_out, HEADS * GROUP, HEAD_DIM, BLOCK_D, HAS_LSE, HAS_SINK,
+                    acc, row_max, total, row, head * S.GROUP + i_head, ok, out_ptr, lse_ptr,
+                    sinks_ptr, stride_out, S.HEADS * S.GROUP, S.HEAD_DIM, S.BLOCK_D, S.HAS_LSE,
+                    S.HAS_SINK,
                 )  # fmt: skip

@@ -28,22 +28,20 @@ COLUMNS = tl.constexpr(16)
 @triton.jit
 def attend_alone(
     p_item, i_item, head, row, q_ptr, k_ptr, v_ptr, words_ptr, slots_ptr, keys_ptr, stride_q,
-    stride_k, stride_v, sm_scale, cap, v_scale,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BIT_KEYS: tl.constexpr,
-    HAS_CAP: tl.constexpr,
+    stride_k, stride_v, sm_scale, cap, v_scale, S,
 ):  # fmt: skip
     """Attend with a tile row over an item's blocks: result [1, D], unnormalised, maximum and sum
     [1]."""
-    offs_d = tl.arange(0, BLOCK_D)
+    offs_d = tl.arange(0, S.BLOCK_D)
     offs_n = tl.arange(0, COLUMNS)
-    mask_d = offs_d < HEAD_DIM
+    mask_d = offs_d < S.HEAD_DIM
     rows = row + tl.zeros([1], tl.int32)
-    query = tl.load(p_item + I_QUERIES + row // GROUP).to(tl.int64)
-    p_q = q_ptr + query * stride_q + (head * GROUP + row % GROUP) * HEAD_DIM
+    query = tl.load(p_item + I_QUERIES + row // S.GROUP).to(tl.int64)
+    p_q = q_ptr + query * stride_q + (head * S.GROUP + row % S.GROUP) * S.HEAD_DIM
     q = tl.load(p_q + offs_d, mask=mask_d, other=0.0).to(tl.float32)
     b_max = LOWEST + tl.zeros([1], tl.float32)
     b_sum = tl.zeros([1], tl.float32)
-    acc = tl.zeros([1, BLOCK_D], tl.float32)
+    acc = tl.zeros([1, S.BLOCK_D], tl.float32)
     SUBS: tl.constexpr = BLOCK // COLUMNS
     rest = tl.load(p_item + I_REST)
     for n in range(0, blocks_of(p_item, words_ptr) * SUBS):
@@ -51,15 +49,15 @@ def attend_alone(
         place = block_at(i_item, rest, b) * BLOCK + (n - b * SUBS) * COLUMNS
         slot = tl.load(slots_ptr + place + offs_n)
         key = tl.load(keys_ptr + place + offs_n)
-        seen = sees(key, rows, GROUP, BIT_KEYS) & (slot >= 0)[None, :]
+        seen = sees(key, rows, S.GROUP, S.BIT_KEYS) & (slot >= 0)[None, :]
         mine = tl.max(seen.to(tl.int32), 0) != 0
         at = slot.to(tl.int64)[:, None]
-        offs = head * HEAD_DIM + offs_d[None, :]
+        offs = head * S.HEAD_DIM + offs_d[None, :]
         mask = mine[:, None] & mask_d[None, :]
         k = widen(tl.load(k_ptr + at * stride_k + offs, mask=mask, other=0.0)).to(tl.float32)
         v = widen(tl.load(v_ptr + at * stride_v + offs, mask=mask, other=0.0)).to(tl.float32)
         s = tl.sum(q[None, :] * k, 1)[None, :] * (sm_scale * LOG2_E)
-        if HAS_CAP:
+        if S.HAS_CAP:
             s = soft_cap(s, cap)
         s = tl.where(seen, s, float("-inf"))
         new_max = tl.maximum(b_max, tl.max(s, 1))

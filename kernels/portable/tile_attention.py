@@ -19,7 +19,7 @@ import triton.language as tl
 
 from sgl_prefix_attn.kernels import words as W
 
-from .block_loop import attend
+from .block_loop import Shape, attend
 from .row_alone import attend_alone
 from .tile_results import LEFT, TICKETS, any_not_finite, count_part, store_results
 
@@ -33,26 +33,20 @@ FEW = tl.constexpr(16)
 def _run(
     p_item, i_item, head, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, partial_out_ptr,
     partial_state_ptr, words_ptr, slots_ptr, keys_ptr, sinks_ptr, stride_q, stride_k, stride_v,
-    stride_out, sm_scale, cap, v_scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    BIT_KEYS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_LSE: tl.constexpr, HAS_SINK: tl.constexpr,
-    CHUNK: tl.constexpr, INVARIANT: tl.constexpr, CLEAN: tl.constexpr = False,
+    stride_out, sm_scale, cap, v_scale, S, BLOCK_M: tl.constexpr, CLEAN: tl.constexpr = False,
 ):  # fmt: skip
     """An item of up to BLOCK_M rows; returns whether results are not finite, and so not stored
     unless they are CLEAN."""
     acc0, acc1, acc2, acc3, b_max, b_sum = attend(
         p_item, i_item, head, q_ptr, k_ptr, v_ptr, words_ptr, slots_ptr, keys_ptr, stride_q,
-        stride_k, stride_v, sm_scale, cap, v_scale, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
-        STAGES, BIT_KEYS, HAS_CAP, CHUNK, CLEAN,
+        stride_k, stride_v, sm_scale, cap, v_scale, S, BLOCK_M, CLEAN,
     )  # fmt: skip
     ok = tl.arange(0, BLOCK_M) < tl.load(p_item + I_ROWS)
-    broken = any_not_finite(acc0, acc1, acc2, acc3, ok, BLOCK_D, CHUNK)
+    broken = any_not_finite(acc0, acc1, acc2, acc3, ok, S)
     if CLEAN or not broken:
         store_results(
             acc0, acc1, acc2, acc3, b_max, b_sum, p_item, head, 0, out_ptr, lse_ptr,
-            partial_out_ptr, partial_state_ptr, sinks_ptr, stride_out, HEADS, GROUP, HEAD_DIM,
-            BLOCK_D, BLOCK_M, TILE_ROWS, HAS_LSE, HAS_SINK, CHUNK, INVARIANT,
+            partial_out_ptr, partial_state_ptr, sinks_ptr, stride_out, S, BLOCK_M, S.CHUNK,
         )  # fmt: skip
     return broken
 
@@ -96,6 +90,10 @@ def row_tile_portable_kernel(
     INVARIANT: tl.constexpr,  # a row's bits do not depend on other rows, over aligned plans
 ):
     """Run all items. Grid (any,): as many CTAs as fit the GPU."""
+    S = Shape(
+        HEADS, GROUP, HEAD_DIM, BLOCK_D, TILE_ROWS, BLOCK_N, STAGES, BIT_KEYS, HAS_CAP, HAS_LSE,
+        HAS_SINK, CHUNK, INVARIANT,
+    )  # fmt: skip
     num_tickets = tl.load(words_ptr + H_NUM_ITEMS) * HEADS
     ticket = tl.program_id(0)
     while ticket < num_tickets:
@@ -107,45 +105,36 @@ def row_tile_portable_kernel(
             broken = _run(
                 p_item, i_item, head, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, partial_out_ptr,
                 partial_state_ptr, words_ptr, slots_ptr, keys_ptr, sinks_ptr, stride_q, stride_k,
-                stride_v, stride_out, sm_scale, logits_soft_cap, v_scale, HEADS, GROUP, HEAD_DIM,
-                BLOCK_D, FEW, TILE_ROWS, BLOCK_N, STAGES, BIT_KEYS, HAS_CAP, HAS_LSE, HAS_SINK,
-                CHUNK, INVARIANT,
+                stride_v, stride_out, sm_scale, logits_soft_cap, v_scale, S, FEW,
             )  # fmt: skip
         else:
             broken = _run(
                 p_item, i_item, head, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, partial_out_ptr,
                 partial_state_ptr, words_ptr, slots_ptr, keys_ptr, sinks_ptr, stride_q, stride_k,
-                stride_v, stride_out, sm_scale, logits_soft_cap, v_scale, HEADS, GROUP, HEAD_DIM,
-                BLOCK_D, TILE_ROWS, TILE_ROWS, BLOCK_N, STAGES, BIT_KEYS, HAS_CAP, HAS_LSE,
-                HAS_SINK, CHUNK, INVARIANT,
+                stride_v, stride_out, sm_scale, logits_soft_cap, v_scale, S, TILE_ROWS,
             )  # fmt: skip
         # again where anything is not finite, so that it reaches only the rows that see it
         if INVARIANT and broken:
             _run(
                 p_item, i_item, head, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, partial_out_ptr,
                 partial_state_ptr, words_ptr, slots_ptr, keys_ptr, sinks_ptr, stride_q, stride_k,
-                stride_v, stride_out, sm_scale, logits_soft_cap, v_scale, HEADS, GROUP, HEAD_DIM,
-                BLOCK_D, TILE_ROWS, TILE_ROWS, BLOCK_N, STAGES, BIT_KEYS, HAS_CAP, HAS_LSE,
-                HAS_SINK, CHUNK, INVARIANT, CLEAN=True,
+                stride_v, stride_out, sm_scale, logits_soft_cap, v_scale, S, TILE_ROWS, CLEAN=True,
             )  # fmt: skip
         elif broken:
             for row in range(0, rows):
                 acc, b_max, b_sum = attend_alone(
                     p_item, i_item, head, row, q_ptr, k_ptr, v_ptr, words_ptr, slots_ptr, keys_ptr,
-                    stride_q, stride_k, stride_v, sm_scale, logits_soft_cap, v_scale, GROUP,
-                    HEAD_DIM, BLOCK_D, BIT_KEYS, HAS_CAP,
+                    stride_q, stride_k, stride_v, sm_scale, logits_soft_cap, v_scale, S,
                 )  # fmt: skip
                 store_results(
                     acc, acc, acc, acc, b_max, b_sum, p_item, head, row, out_ptr, lse_ptr,
-                    partial_out_ptr, partial_state_ptr, sinks_ptr, stride_out, HEADS, GROUP,
-                    HEAD_DIM, BLOCK_D, 1, TILE_ROWS, HAS_LSE, HAS_SINK, BLOCK_D, INVARIANT,
+                    partial_out_ptr, partial_state_ptr, sinks_ptr, stride_out, S, 1, BLOCK_D,
                 )  # fmt: skip
         # taken at an item's end, so that the queue balances
         ticket = tl.atomic_add(counters_ptr + TICKETS, 1, sem="relaxed") + tl.num_programs(0)
         count_part(
             p_item, head, out_ptr, lse_ptr, partial_out_ptr, partial_state_ptr, counters_ptr,
-            words_ptr, sinks_ptr, stride_out, HEADS, GROUP, HEAD_DIM, BLOCK_D, TILE_ROWS, HAS_LSE,
-            HAS_SINK, INVARIANT,
+            words_ptr, sinks_ptr, stride_out, S,
         )  # fmt: skip
     # the last CTA to leave makes the queue new for the next launch
     if tl.atomic_add(counters_ptr + LEFT, 1, sem="acq_rel") == tl.num_programs(0) - 1:
