@@ -32,17 +32,17 @@ same entries twice.
 Aligned plans (H_PART_TOKENS, plan/aligned.py) grow otherwise, because a token's column follows from
 its position. Step s is column s - 1 + G_INDEX of the blocks that G_ORDER begins a list of: the last
 one that the request had, if that has columns left, and reserved ones. An item's reserved blocks
-stand behind its others in the order in which they are begun, so that I_BLOCKS, which whoever
-appends a token raises to what that needs (the list of G_ITEMS names the ITEM of each block), counts
-the first ones.
+stand behind its others in the order in which they are begun, so that I_BLOCKS counts the first
+ones: appending a token raises it to cover the token's block (the list of G_ITEMS names the ITEM of
+each block).
 
 Partial results. The parts of a split tile leave partial tiles, which are merged row by row. Where a
 node is split off as a tile of its own, its queries are in other tiles, too, each among other
 neighbours: their results are merged by query (H_MERGES). Such an item leaves every query's result
 in a place of its own, and a query's places are merged, in the order in which MERGE names them, by
 whoever leaves the last one. A place holds one query's heads, as a row of the output does; a partial
-tile takes up as many places as its rows need. A query's counter is 1 a KV head, found by its first
-place, which is no other query's.
+tile takes up as many places as its rows need. A query has one counter for each KV head, indexed by
+its first place, which is no other query's.
 """
 
 # Part of every calibration's key. Raise it by hand with a change after which measured times no

@@ -133,7 +133,7 @@ class _SaysSo(event.Listener):
         if self._spent + time.monotonic() - self._start > LONG_S:
             _log_once(
                 logging.WARNING,
-                "compiling the planner, up to a minute where these sources have not run before",
+                "compiling the planner, up to a minute on the first start of this version",
             )
 
     def on_end(self, event: Any) -> None:

@@ -97,8 +97,8 @@ def shrunk_results(n):
 
 @gluon.jit
 def product(x, y):
-    """Return x * y, which the compiler keeps: its own it makes again in each block of head dim 256,
-    from factors that it has to spill."""
+    """Return x * y, computed once: with head dim 256 the compiler would make a plain product anew
+    in each block, from factors that it then spills."""
     return gl.inline_asm_elementwise(
         PRODUCT, "=f,f,f", [x, y], dtype=gl.float32, is_pure=False, pack=1
     )

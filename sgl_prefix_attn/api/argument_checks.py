@@ -16,7 +16,7 @@ _MOST_TOKENS = np.iinfo(np.int32).max
 
 
 def refused(name: str, must: str, got: Any) -> ValueError:
-    """Return the error of an argument, in the words of all of them."""
+    """Return the error of an argument: all checks word theirs so."""
     return ValueError(f"{name} must {must}, got {got}")
 
 

@@ -32,9 +32,9 @@ def committed(forward_batch, reqs: Sequence) -> tuple[np.ndarray, bool]:
 def asked(
     forward_batch, schedule_batch, req_to_token
 ) -> tuple[RunningBatch, np.ndarray, str | None] | None:
-    """Return a batch that extends or verifies, the new tokens of each request, int32 [B], and what
-    stands against a plan of it, or None; None for any other batch, and for one that extends where
-    the host lacks its lengths."""
+    """Read a batch that extends or verifies: the batch, each request's new tokens, int32 [B], and
+    the reason why no plan can run it, None where one can. Return None for a batch that does
+    neither, and for one that extends while the host lacks its lengths."""
     mode, reqs = forward_batch.forward_mode, schedule_batch.reqs
     is_exact, against = True, None
     if mode.is_target_verify():

@@ -133,8 +133,8 @@ class PrefixAttnBackend(AttentionBackend):
 
     @property
     def verify_mask(self):
-        """The mask that SGLang fills while it builds drafts, where the stock backend has one: of
-        chains, none that anybody reads."""
+        """The mask that SGLang fills while it builds drafts, where the stock backend has one.
+        Nobody reads it for chains."""
         return self._stock_verify.verify_mask
 
     @property

@@ -115,8 +115,8 @@ def keeps_states(runner) -> str | None:
 
 
 def _untried_with_drafts(runner) -> str | None:
-    """Name what a model has besides layers of full attention that run plans, where drafts are
-    decoded: there those run none either. None where all may."""
+    """With speculative decoding, name the first thing that a model has besides plain full
+    attention: it was never tried with drafts, so that no layer runs plans. None without one."""
     if speculative(runner.server_args) is None:
         return None
     groups, pool = layer_groups.read(runner), runner.token_to_kv_pool

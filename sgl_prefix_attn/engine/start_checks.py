@@ -40,8 +40,8 @@ def ask_for_decode(server_args) -> bool:
 
 
 def give_prefill(server_args) -> None:
-    """Give prefill to prefix attention, after SGLang has chosen what it would have run: what that
-    cannot do, the other can no more."""
+    """Give prefill to prefix attention, after SGLang has chosen what it would have run. The limits
+    of that backend stay: stock prefill still runs it."""
     prefill, _ = sglang_config.attention_backends(server_args)
     if not sglang_config.has_chunked_prefix_cache(prefill):
         sglang_config.settle(server_args, disable_chunked_prefix_cache=True)

@@ -120,7 +120,7 @@ def _read(path: Path) -> Verdict | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
-        logger.warning("%s is not used: %s", path, error)
+        logger.warning("%s cannot be read (%s): the kernels are tried again", path, error)
         return None
 
 
@@ -136,7 +136,9 @@ def remember(folder: Path, verdict: Verdict) -> None:
         part.write_bytes(orjson.dumps(fields, option=orjson.OPT_INDENT_2) + b"\n")
         part.replace(path)
     except OSError as error:
-        logger.warning("the verdict of the kernels' self-test is not kept: %s", error)
+        logger.warning(
+            "the verdict of the kernels' self-test is not kept, every start tries them: %s", error
+        )
 
 
 def run_self_test(subject: Subject, device: str) -> Verdict:

@@ -27,7 +27,8 @@ PLANNED, EXTENDED, FAILED = "planned", "extended", "failed"
 
 
 class KvTokens(NamedTuple):
-    """KV tokens of one layer in one step: loaded, loaded by one-request-a-row kernels, distinct.
+    """KV tokens of one layer in one step: loaded, loaded by kernels that read each request by
+    itself, distinct.
 
     unique is 0 for a stock step whose batch was not evaluated.
     """

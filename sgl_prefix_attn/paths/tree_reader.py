@@ -109,8 +109,9 @@ def remaps_of(tree_cache) -> int | None:
 
 
 def record_of(req):
-    """Return what has the request's cache_protected_len, KV tokens that it holds on its path, and
-    req_pool_idx, its row of req_to_token: itself, from SGLang 0.5.19 on its KV record."""
+    """Return the object that carries a request's cache_protected_len (KV tokens that it holds on
+    its path) and req_pool_idx (its row of req_to_token): the request, its KV record from SGLang
+    0.5.19 on."""
     return req if hasattr(req, "cache_protected_len") else req.kv
 
 

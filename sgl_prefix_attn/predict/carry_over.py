@@ -33,7 +33,7 @@ def from_shipped(
 ) -> tuple[Calibration, str]:
     """Return the best calibration that the shipped files allow, and a message that names it.
 
-    It is as sure as the less sure of the fallback's coefficients and our kernels' rates.
+    Its source is the less certain one of the fallback's coefficients and our kernels' rates.
     """
     usable = {path: found for path, found in shipped.items() if found.key.kernels == key.kernels}
     found, what = _stock(usable, key, num_sms)

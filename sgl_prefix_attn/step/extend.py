@@ -81,8 +81,8 @@ class ExtendPreparer(BatchPreparer):
         return standing
 
     def _asks_others(self, tree_cache) -> bool:
-        """Tell whether ranks ask each other about batches that verify: not where what all of them
-        know rules plans out. Decisions are kept by their answer, so all keep one or none does."""
+        """Tell whether ranks vote on batches that verify: not where what all of them know rules
+        plans out. A decision that is kept follows from the vote, so all ranks keep one or none."""
         against = self.problem or unsupported_tree(tree_cache)
         return against is None and self.settings.policy != STOCK
 

@@ -233,7 +233,7 @@ def test_a_file_that_is_no_verdict_is_made_anew(text, trying, caplog, tmp_path):
     good = path.read_bytes()
     path.write_text(text)
     caplog.clear()
-    assert start(caplog)[1] and "is not used" in caplog.text
+    assert start(caplog)[1] and "cannot be read" in caplog.text
     assert path.read_bytes() == good
 
 

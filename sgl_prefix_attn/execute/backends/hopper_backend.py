@@ -47,8 +47,8 @@ class HopperBackend(KernelBackend):
 
     pdl: launches are programmatic dependent ones. The kernel starts while the one before it ends,
     reads words, slots and keys, and waits for that kernel before it reads or writes anything else.
-    The first launch behind a fill or append is in full order: what these wrote is there for every
-    later launch, because each starts after that one did.
+    The first launch behind a fill or append waits until that has ended, and every later one starts
+    after the first: all of them see what was written.
 
     part_tokens: as KernelBackend.
     """
