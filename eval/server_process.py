@@ -14,8 +14,11 @@ import socket
 import subprocess
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import psutil
 
 from eval.counters import Counters, parse_metrics
 from eval.engine_process import (
@@ -118,6 +121,20 @@ class ServerProcess:
     def counters(self) -> Counters:
         """Read /metrics as {(name, sorted labels): value}. Raises ServerError."""
         return parse_metrics(self._ask("/metrics"))
+
+    def cpu_seconds(self) -> Counter[str]:
+        """Return the CPU seconds that the server's processes have taken so far: `http`, the first
+        one, which also tokenizes and streams, and the others by the names that they give
+        themselves. Raises ServerError."""
+        self.check_alive()
+        found: Counter[str] = Counter()
+        http = psutil.Process(self._process.pid)
+        for process in (http, *http.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):  # it has ended
+                name = "http" if process is http else process.cmdline()[0].strip()
+                times = process.cpu_times()
+                found[name] += times.user + times.system
+        return found
 
     def flush_cache(self) -> None:
         """Empty the radix cache; waits for running requests to end. Raises ServerError."""

@@ -92,13 +92,14 @@ def serve(run: Run, rate: float, server: ServerProcess, client: Client) -> dict:
     """Return the figures of one run at so many requests/s, from an empty cache. Raises ClientError
     and ServerError."""
     server.flush_cache()
-    before = server.counters()
+    before, cpu = server.counters(), server.cpu_seconds()
     server.new_log()
     name = f"{folder_name(run.backend)}-{run.load.name}-{run.rate.label}-{run.alternation}"
     report = client.run(name.replace(":", "-"), server, run.load, rate, run.rate.streams)
     wanted = [request.output for request in run.load.requests]
     grown = growth(before, server.counters())
-    row = serving_row.row(report, wanted, grown, server.new_log())
+    taken = server.cpu_seconds() - cpu
+    row = serving_row.row(report, wanted, grown, server.new_log(), taken)
     return row if run.rate.streams else row | dict.fromkeys(serving_row.OF_STREAMS)
 
 

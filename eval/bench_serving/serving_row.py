@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from eval.counters import STEPS, Counters, by_labels, prefix_share, total
 
@@ -25,13 +25,16 @@ _DECODE_LINE = re.compile(
 )
 
 
-def row(report: dict, wanted: list[int], grown: Counters, log: str) -> dict:
+def row(
+    report: dict, wanted: list[int], grown: Counters, log: str, cpu_seconds: Mapping[str, float]
+) -> dict:
     """Return the figures of a run.
 
     report  the client's result, with details of each request
     wanted  output tokens of each request; one that has another number is not completed
     grown   what the server's counters grew by
     log     what the server wrote meanwhile
+    cpu_seconds  that its processes took meanwhile, by name
 
     Times in ms. `cached_share` is of prompt tokens; `steps` our decode steps by variant and reason,
     {} without the plugin; `kv_bytes` those of decode attention, over all layers; `attention` the
@@ -65,7 +68,14 @@ def row(report: dict, wanted: list[int], grown: Counters, log: str) -> dict:
         "kv_bytes": by_labels(grown, _KV_BYTES, "kind"),
         "planning_s": total(grown, _PLAN_SECONDS),
         "error": errors[0].strip().splitlines()[-1] if errors else None,
+        "busy": busy(cpu_seconds, report["duration"]),
     }
+
+
+def busy(seconds: Mapping[str, float], duration_s: float) -> dict[str, float]:
+    """Return the CPU seconds of each process of the server by those of the run: `http`, which has
+    one thread for all streams, sets the pace near 1. A scheduler polls, also before and after."""
+    return {name: round(taken / duration_s, 2) for name, taken in seconds.items()}
 
 
 def text(row: dict) -> str:
@@ -85,6 +95,8 @@ def text(row: dict) -> str:
         parts.append(f"step {row['step_ms']:.2f} ms")
     if row["prefix_share"] is not None:
         parts.append(f"prefix steps {row['prefix_share']:.0%}")
+    if row["busy"]:
+        parts.append(f"http busy {row['busy'].get('http', 0):.0%}")
     if row["completed"] < row["sent"]:
         parts.append(f"{row['completed']} of {row['sent']} completed ({row['error']})")
     return ", ".join(parts)

@@ -88,7 +88,7 @@ def test_a_row_has_what_client_server_and_log_say(run):
     assert row["attention"]["attention_backend"] == "fa3"
     # Six warm-up requests were before; one the client's. The log is read from the run's begin on.
     assert row["steps"] == {"prefix:r": 1.0} and row["prefix_share"] == 1.0
-    assert row["peak_running"] == 7
+    assert row["peak_running"] == 7 and row["busy"].keys() <= {"http"}
 
 
 def test_a_load_is_warmed_up_and_then_starts_with_an_empty_cache(run, package):
@@ -222,10 +222,10 @@ REPORT = {
 
 
 def test_failed_and_short_answers_are_not_completed():
-    row = serving_row.row(REPORT, [3, 4, 5], {}, "")
+    row = serving_row.row(REPORT, [3, 4, 5], {}, "", {})
     assert (row["sent"], row["completed"], row["error"]) == (3, 2, "Refused: x")
     assert row["steps"] == {} and row["prefix_share"] is None and row["peak_running"] is None
-    assert serving_row.row(REPORT, [4, 4, 3], {}, "")["completed"] == 2
+    assert serving_row.row(REPORT, [4, 4, 3], {}, "", {})["completed"] == 2
     assert "2 of 3 completed (Refused: x)" in serving_row.text(row)
 
 
@@ -243,12 +243,15 @@ def test_steps_and_bytes_are_what_the_counters_grew_by():
         f"cuda graph: True, gen throughput (token/s): {rate:.2f}, #queue-req: 0, "
         for running, rate in ((12, 240.0), (12, 1200.0), (12, 600.0), (4, 9000.0), (12, 0.0))
     ]
-    assert serving_row.row(REPORT, [3], {}, log + "".join(lines[:2]))["step_ms"] is None
+    assert serving_row.row(REPORT, [3], {}, log + "".join(lines[:2]), {})["step_ms"] is None
     log += "".join(lines)
-    row = serving_row.row(REPORT | {"server_info": None}, [3], grown, log)
+    row = serving_row.row(REPORT | {"server_info": None}, [3], grown, log, {})
     assert row["steps"] == {"prefix:a": 3.0, "stock:b": 1.0} and row["prefix_share"] == 0.75
     assert row["kv_bytes"] == {"read": 10.0} and row["peak_running"] == 12
     assert row["step_ms"] == 20.0 and "step 20.00 ms" in serving_row.text(row)
+    busy = serving_row.busy({"http": 4.5, "sglang::detokenizer": 1.0}, 5.0)
+    assert busy == {"http": 0.9, "sglang::detokenizer": 0.2}
+    assert "http busy 90%" in serving_row.text(row | {"busy": busy})
 
 
 def row_of(backend, tpot, alternation=0, rate="inf", **changes):

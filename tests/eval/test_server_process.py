@@ -38,6 +38,7 @@ def test_a_healthy_server_answers_and_all_its_processes_end(start, package):
     with start() as server:
         assert server.wait_until_healthy() < 100
         assert server.counters() == _COUNTERS
+        assert 0 < server.cpu_seconds()["http"] < 100
         server.flush_cache()  # refused by the stand-in unless it is to wait for running requests
         assert log_tail(server.log).startswith("says hello")
     assert_ended(package)
@@ -59,6 +60,8 @@ def test_a_server_that_dies_later_is_an_error_of_whoever_asks(start):
             server.check_alive()
         with pytest.raises(ServerError, match="ended with status -9 before it answered /metrics"):
             server.counters()
+        with pytest.raises(ServerError, match="ended with status -9"):
+            server.cpu_seconds()
 
 
 def test_a_server_that_is_never_healthy_is_given_up(start, package, monkeypatch, capsys):
