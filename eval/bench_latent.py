@@ -16,7 +16,7 @@ from eval.bench_kernel.compare_providers import Setting
 from eval.bench_kernel.providers.latent import PROVIDERS
 from eval.bench_kernel.providers.provider import pick
 from eval.bench_kernel.trees import parse_trees
-from eval.cli_values import benchmark, several
+from eval.cli_values import benchmark, several, told
 from sgl_prefix_attn.records import HeadConfig
 from sgl_prefix_attn.tools.argument_types import count
 
@@ -28,7 +28,7 @@ TREES = (
 
 def main(argv: list[str]) -> int:
     parser = benchmark("eval.bench_latent", __doc__)
-    parser.add_argument("--trees", default=TREES, help="joined by ;")
+    parser.add_argument("--trees", type=told(parse_trees), default=TREES, help="joined by ;")
     parser.add_argument(
         "--heads", type=several(count), default="16,8,32,64,128", help="query heads of a rank"
     )
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
         settings = [
             Setting(tree, HeadConfig(heads, 1, *args.dims), args.page_size, args.device, SEED)
             for heads in args.heads
-            for tree in parse_trees(args.trees)
+            for tree in args.trees
         ]
     except ValueError as error:
         parser.error(str(error))

@@ -22,7 +22,7 @@ from eval.bench_kernel.case import DTYPE, Case, build_case
 from eval.bench_kernel.oracle import Oracle, Wrong
 from eval.bench_kernel.providers.planned import PlannedRunnable
 from eval.bench_kernel.trees import parse_trees
-from eval.cli_values import benchmark, several
+from eval.cli_values import benchmark, several, told
 from eval.markdown import table
 from sgl_prefix_attn.execute.backends.choice import why_no_hopper
 from sgl_prefix_attn.kernels import words as W
@@ -39,21 +39,17 @@ _BYTES_PER_US = 5e6  # of what stays in the L2 cache
 
 def main(argv: list[str]) -> int:
     parser = benchmark("eval.bench_latent_merge", __doc__)
-    parser.add_argument("--trees", default=TREES, help="joined by ;")
+    parser.add_argument("--trees", type=told(parse_trees), default=TREES, help="joined by ;")
     parser.add_argument(
         "--heads", type=several(count), default="16,8", help="query heads of a rank"
     )
     args = parser.parse_args(argv)
     if why_not := why_no_hopper(args.device, HeadConfig(args.heads[0], 1, 576, 512), DTYPE):
         parser.error(f"argument --device: no kernel over latent KV on {args.device}: {why_not}")
-    try:
-        trees = parse_trees(args.trees)
-    except ValueError as error:
-        parser.error(str(error))
     meta = provenance.collect("eval.bench_latent_merge", argv, seed=SEED)
     rows: list[dict] = []
     for heads in args.heads:
-        for tree in trees:
+        for tree in args.trees:
             case = build_case(
                 tree, HeadConfig(heads, 1, 576, 512), 1, DTYPE, args.device, seed=SEED
             )

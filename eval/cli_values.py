@@ -58,16 +58,22 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def several(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
-    """Make a parser of lists of them, separated by commas."""
+def told(kind: Callable[[str], T]) -> Callable[[str], T]:
+    """Make of a parser that raises ValueError one whose reasons argparse tells: of a ValueError it
+    would name the function alone."""
 
-    def parse(text: str) -> list[T]:
+    def parse(text: str) -> T:
         try:
-            return [kind(part) for part in text.split(",")]
-        except ValueError as error:  # of which argparse would name this function alone
+            return kind(text)
+        except ValueError as error:
             raise ArgumentTypeError(str(error)) from None
 
     return parse
+
+
+def several(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """Make a parser of lists of them, separated by commas."""
+    return told(lambda text: [kind(part) for part in text.split(",")])
 
 
 def json_object(text: str) -> dict:

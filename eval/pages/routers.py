@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from eval.bench_serving.rates import OFFLINE
 from eval.bench_serving.serving_row import median
 from eval.markdown import table
 from eval.pages.results import rows, source
+from eval.pages.servers import run_title
 
 ROUTING = "routing_h200_x2"
 
@@ -31,7 +31,7 @@ def of_routers(served: list[dict]) -> str:
             " + ".join(map(str, row["requests"])) for own in both for row in own
         )
         lines.append((
-            f"`{load}`" + ", offline" * (rate == OFFLINE), policy.replace("_", " "),
+            run_title(load, rate), policy.replace("_", " "),
             *("-" if x is None else f"{x:.0f}" for x in tokens),
             "-" if None in tokens else f"{tokens[1] / tokens[0]:.2f}",
             ", ".join("-" if x is None else f"{x:.0%}" for x in cached), ", ".join(requests),

@@ -108,7 +108,7 @@ def loads():
             )
             several = (b for b in COLUMNS if len(backends.get(b, [])) > 1)
             spreads = (f"{b} {_apart(backends[b]):.1%}" for b in several)
-            yield (_title(load, rate), machine, *cells, *ratios, ", ".join(spreads) or "-", tpot,
+            yield (run_title(load, rate), machine, *cells, *ratios, ", ".join(spreads) or "-", tpot,
                    cached, f"{steps:.0%}")  # fmt: skip
 
 
@@ -193,7 +193,8 @@ def _factor(own: list[dict], best: list[dict], usual: float) -> str:
     return f"{low / stock:.2f}x to {high / stock:.2f}x"
 
 
-def _title(load: str, rate: str) -> str:
+def run_title(load: str, rate: str) -> str:
+    """Name a load, and that its answers were not streamed."""
     return f"`{load}`" + (", offline" if rate == OFFLINE else "")
 
 
