@@ -12,7 +12,7 @@ from eval.model_shapes import LLAMA, SHAPES
 from eval.tiny_model import write_tiny_llama
 from tests.gpu import test_engines as plain_engines
 from tests.gpu.test_engines import ENGINE, MARGIN, NOISE, REFERENCE, SAME_PREFILL, TESTED
-from tests.sglang.engine import Config, plain, result, start, wait
+from tests.sglang.engine import Config, plain, result, run_all
 from tests.support.lora import write_adapters
 
 pytestmark = plain_engines.pytestmark
@@ -95,14 +95,12 @@ def engines(tmp_path_factory, request):
             # With data-parallel attention ports are counted from this one.
             engine["port"] = 30000 + 100 * len(jobs)
             jobs[name, backend] = Config(name, plain(scenario), engine | prefill, env | checks)
-    started = {}
-    for i, (key, config) in enumerate(jobs.items()):
-        own = models.get(key[0], model)
-        started[key] = start(config, key[1], own, folder / "-".join(key))
-        if i == 0:
-            wait(started[key], folder / "-".join(key))
-    for key, process in started.items():
-        wait(process, folder / "-".join(key))
+    every = [
+        (folder / f"{name}-{backend}", (config, backend, models.get(name, model)))
+        for (name, backend), config in jobs.items()
+    ]
+    run_all(dict(every[:1]))
+    run_all(dict(every[1:]))
     return folder
 
 

@@ -17,7 +17,7 @@ from tests.gpu.test_engines import (
     TESTED,
     equal_share,
 )
-from tests.sglang.engine import Config, plain, result, start, wait
+from tests.sglang.engine import Config, plain, result, run_all
 from tests.support.tiny_models import write_tiny
 
 pytestmark = plain_engines.pytestmark
@@ -74,19 +74,18 @@ def engines(tmp_path_factory, request):
     wanted = {item.callspec.params["kind"] for item in items}
     folder = tmp_path_factory.mktemp("kinds")
     env = {"PREFIX_ATTN_CPU_PLATFORM": "0", "PREFIX_ATTN_POLICY": "prefix", **CHECKS}
-    started = {}
+    jobs = {}
     for kind in wanted:
         changes, own, stock, noise = KINDS[kind]
         engine = ENGINE | NO_PREFILL_GRAPHS | own
         model = write_tiny(folder / kind, MODEL.get(kind, kind), torch.bfloat16, **changes)
         for backend in (stock, noise):
             config = Config(kind, SCENARIOS, engine, env)
-            started[kind, backend] = start(config, backend, model, folder / f"{kind}-{backend}")
+            jobs[folder / f"{kind}-{backend}"] = (config, backend, model)
         engine = engine | {"prefill_attention_backend": stock}
         config = Config(kind, (*SCENARIOS, FAULT), engine, env)
-        started[kind, TESTED] = start(config, TESTED, model, folder / f"{kind}-{TESTED}")
-    for (kind, backend), process in started.items():
-        wait(process, folder / f"{kind}-{backend}")
+        jobs[folder / f"{kind}-{TESTED}"] = (config, TESTED, model)
+    run_all(jobs)
     return folder
 
 

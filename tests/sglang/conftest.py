@@ -6,7 +6,7 @@ import pytest
 from filelock import FileLock
 
 from eval.tiny_model import write_tiny_llama
-from tests.sglang.engine import PREFIX, Config, Run, result, run
+from tests.sglang.engine import PREFIX, Config, Run, result, run_all
 from tests.support.torch_hopper import TorchHopper, as_on_hopper
 
 
@@ -27,14 +27,16 @@ class Engines:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{folder}.lock"):
                 if not folder.exists():
-                    run(config, backend, self.model, folder)
+                    run_all({folder: (config, backend, self.model)})
             self.runs[config.name, backend] = result(folder)
         return self.runs[config.name, backend]
 
     def failing(self, config: Config) -> str:
         """The log of a prefix engine that must not start."""
         folder = self.folder / config.name / PREFIX
-        assert run(config, PREFIX, self.model, folder) != 0, "the engine should not have started"
+        run_all({folder: (config, PREFIX, self.model)})
+        code = (folder / "exit").read_text()
+        assert code not in ("0", "a timeout"), f"the engine should have failed: {code}"
         return (folder / "log").read_text(errors="replace")
 
 

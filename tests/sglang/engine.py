@@ -7,6 +7,7 @@ import json
 import os
 import runpy
 import sys
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
@@ -24,7 +25,7 @@ _ALWAYS = {
     # Two engines run side by side: threads that spin for each other cost ten times the work.
     "OMP_NUM_THREADS": "1",
 }
-START_TIMEOUT_S = 420  # on a GPU the first engine compiles FlashInfer's kernels
+_TIMEOUT_S = 420  # on a GPU the first engine compiles FlashInfer's kernels
 
 STOCK = "torch_native"
 PREFIX = "prefix"
@@ -54,8 +55,7 @@ def plain(*names: str) -> tuple[tuple[str, str], ...]:
     return tuple((name, "") for name in names)
 
 
-def start(config: Config, backend: str, model: Path, folder: Path) -> Process:
-    """Start the driver; wait() for it, and read its result()."""
+def _start(config: Config, backend: str, model: Path, folder: Path) -> Process:
     folder.mkdir(parents=True)
     _write_site(folder / "site")
     job = {
@@ -112,15 +112,21 @@ def _drive(folder: Path, env: dict[str, str]) -> None:
     runpy.run_module(f"{PACKAGE}.driver", run_name="__main__", alter_sys=True)
 
 
-def wait(process: Process, folder: Path) -> int | str:
-    """Wait for a driver to end, however it does: its exit code, or that it took too long."""
+def run_all(jobs: dict[Path, tuple[Config, str, Path]]) -> None:
+    """Run (configuration, backend, model) in each folder, all at once and within one time limit,
+    for result() to read. None outlives this, whatever ends it."""
+    until = time.monotonic() + _TIMEOUT_S
+    started: dict[Path, Process] = {}
     try:
-        process.join(START_TIMEOUT_S)
-        code = "a timeout" if process.exitcode is None else process.exitcode
+        for folder, job in jobs.items():
+            started[folder] = _start(*job, folder)
+        for process in started.values():
+            process.join(max(0.0, until - time.monotonic()))
     finally:
-        _end(process)
-    (folder / "exit").write_text(str(code))
-    return code
+        for folder, process in started.items():
+            code = process.exitcode
+            _end(process)
+            (folder / "exit").write_text("a timeout" if code is None else str(code))
 
 
 def result(folder: Path) -> Run:
@@ -137,26 +143,18 @@ def result(folder: Path) -> Run:
     )
 
 
-def run(config: Config, backend: str, model: Path, folder: Path) -> int | str:
-    return wait(start(config, backend, model, folder), folder)
-
-
 def run_together(jobs: dict[str, tuple[Config, str]], model: Path, folder: Path) -> dict[str, Run]:
-    """Runs of (configuration, backend) by name, all started at once."""
-    started = {
-        name: start(config, backend, model, folder / name)
-        for name, (config, backend) in jobs.items()
-    }
-    for name, process in started.items():
-        wait(process, folder / name)
+    """Runs of (configuration, backend) by name."""
+    run_all({folder / name: (*job, model) for name, job in jobs.items()})
     return {name: result(folder / name) for name in jobs}
 
 
 def _end(process: Process) -> None:
     """End the driver's own process group: SGLang's children outlive a parent that was killed."""
-    with suppress(ProcessLookupError):
+    with suppress(ProcessLookupError):  # it has ended, or has no group of its own yet
         os.killpg(process.pid, 9)
-    process.join()
+    process.kill()
+    process.join(30)
 
 
 def _write_site(site: Path) -> None:
