@@ -25,5 +25,8 @@ def test_every_cut_is_right(tree, heads):
     setting = Setting(Tree.parse(tree), heads, 1, device, 0)
     providers = make_providers([f"prefix:{name}" for name in (*CUTS, "invariant")])
     rows = list(compare(setting, providers, Rates(3e12, 6e14, "test")))
-    wrong = [row for row in rows if not row["status"].startswith(("ok", "unsupported"))]
-    assert wrong == [] and rows[0]["status"] == "ok"
+    # Few trees have as many cuts as there are providers of the N-th best.
+    few = {f"prefix:{name}" for name in CUTS if name.startswith("cut")}
+    for row in rows:
+        missing = row["provider"] in few - {"prefix:cut1"} and "cuts in all" in row["status"]
+        assert row["status"] == "ok" or missing, row

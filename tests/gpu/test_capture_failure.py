@@ -6,6 +6,7 @@ Each case runs in a process of its own, because one of them breaks torch's alloc
 import gc
 import logging
 import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -90,8 +91,10 @@ def attempt(body) -> dict:
 
 
 def in_process(body) -> dict:
-    with multiprocessing.get_context("spawn").Pool(1) as workers:
-        return workers.apply(attempt, (body,))
+    """Raises BrokenProcessPool when it aborts."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context) as workers:
+        return workers.submit(attempt, body).result()
 
 
 @pytest.mark.parametrize("body", [out_of_memory, python_error])

@@ -13,7 +13,7 @@ from sgl_prefix_attn.execute.self_test import check_kernels, self_test_paths
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.records import HeadConfig
 from tests.support.gpu_problems import DEVICE, TREES, gpu_problem
-from tests.support.kernels import FAMILIES, backend_of, planner_of
+from tests.support.kernels import FAMILIES, planner_of, served_backend
 from tests.support.poison import POISONS, assert_contained, forest, poisoned
 from tests.support.problems import E4M3, assert_attention
 from tests.support.running import append, executor_of, load, run
@@ -32,12 +32,12 @@ SHAPES = {
 }
 
 
-def backend_for(family, heads, dtype, **options):
+def backend_for(family, heads, dtype):
     device = torch.device(DEVICE)
     why_not = why_no_hopper if family == HOPPER else why_no_backend
     if (reason := why_not(device, heads, dtype, E4M3)) is not None:
         pytest.skip(f"no {family} kernels here: {reason}")
-    return backend_of(family, heads, dtype, **options)
+    return served_backend(family, heads, dtype)
 
 
 def plans_of(backend, paths):
@@ -88,8 +88,7 @@ def test_a_nan_stays_with_its_requests(name, shape, family):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_self_test_passes(shape, family):
     heads, dtype, soft_cap = SHAPES[shape]
-    options = {"pdl": True} if family == HOPPER else {}
-    backend = backend_for(family, heads, dtype, **options)
+    backend = backend_for(family, heads, dtype)
     made, tree = planner_of(backend, headroom=2), build_forest(self_test_paths())
     plans = [made.serialize(tree, cut) for cut in made.cuts(tree)]
     check_kernels(backend, plans, soft_cap, E4M3)

@@ -11,7 +11,7 @@ from sgl_prefix_attn.engine.build import padding_plan
 from sgl_prefix_attn.execute.params import LayerParams
 from tests.support.forests import path_table
 from tests.support.gpu_problems import DEVICE, LLAMA, TREES, gpu_problem
-from tests.support.kernels import FAMILIES, backend_of, newest, planner_of
+from tests.support.kernels import FAMILIES, newest, planner_of, served_backend
 from tests.support.problems import assert_attention
 from tests.support.running import executor_of, load, poison
 
@@ -40,7 +40,7 @@ class Server:
     """What a decode graph holds on to: static inputs, KV pools of every layer, one executor."""
 
     def __init__(self, family: str):
-        backend = backend_of(family)
+        backend = served_backend(family)
         self.planner = planner_of(backend, HEADROOM)
         self.problems = {name: gpu_problem(make(), room=HEADROOM) for name, make in BATCHES.items()}
         self.plans = {n: self.planner.plan(p.paths) for n, p in self.problems.items()}

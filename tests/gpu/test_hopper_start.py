@@ -31,7 +31,7 @@ def _hopper():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_the_self_test_passes(heads, dtype, soft_cap, part_tokens):
-    backend = HopperBackend(heads, dtype, DEV, part_tokens=part_tokens)
+    backend = HopperBackend(heads, dtype, DEV, pdl=True, part_tokens=part_tokens)
     check_kernels(backend, every_plan(backend), soft_cap)
 
 

@@ -13,6 +13,7 @@ from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.params import Capacity, LayerParams
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.records import HeadConfig
+from tests.support.examples import chosen
 from tests.support.forests import path_table, random_paths
 from tests.support.gpu_problems import DEVICE, TREES, gpu_problem
 from tests.support.kernels import FAMILIES, backend_of, planner_of
@@ -79,15 +80,15 @@ def layer_of(problem, q, k, v, out, lse=None):
 
 
 def cuts_of(paths, heads, headroom=64, most=6, family=HOPPER, dtype=torch.bfloat16):
-    """Some of the paths' cuts, those with most parts and with none among them, and with nodes that
-    are split off where the kernel can; and their plans."""
+    """Plans of some of the paths' cuts: of the first and the last by nodes split off, where the
+    kernel can, and by parts, and of what lies between."""
     planner = planner_of(backend_of(family, heads, dtype), headroom)
     forest = build_forest(paths)
     cuts = sorted(
         planner.cuts(forest),
         key=lambda cut: (cut.split_off, int(cut.parts.max()), cut.most_queries),
     )
-    for cut in cuts[:: -max(1, len(cuts) // most)]:
+    for cut in chosen(cuts[::-1], most):
         yield planner.serialize(forest, cut)
 
 
@@ -233,24 +234,26 @@ def test_256_steps_in_one_graph(shape, family):
 @pytest.mark.parametrize("shape", ["llama", "llama-tp8", "mha", "gemma-mqa"])
 def test_layers_of_a_graph_that_start_early(shape):
     """Dependent launches, one right behind the other: each layer attends with what the one before
-    it wrote last, over the same partial results and counters."""
+    it wrote last, over the same partial results and counters; the first with the step's own
+    queries."""
     heads, dtype, _ = SHAPES[shape]
     paths, generator = random_paths(13, 37, 6), torch.Generator().manual_seed(1)
     for plan in cuts_of(paths, heads):
         problem = gpu_problem(paths, heads, dtype, room=4)
         made = [Runner(problem, plan, pdl=pdl).executor for pdl in (False, True)]
         outs = [problem.q.new_full((8, *problem.q.shape), math.nan) for _ in made]
-        seq_lens = problem.seq_lens.clone()
+        q, seq_lens = problem.q.clone(), problem.seq_lens.clone()
         cache_loc = torch.zeros(37, dtype=torch.int64, device=DEVICE)
 
-        def step(executor, out, one=problem, seq_lens=seq_lens, cache_loc=cache_loc):
+        def step(executor, out, one=problem, q=q, seq_lens=seq_lens, cache_loc=cache_loc):
             executor.append(seq_lens, cache_loc)
-            q = one.q
-            for layer in out:
-                executor.run(layer_of(one, q, one.k, one.v, layer))
+            executor.run(layer_of(one, q, one.k, one.v, out[0]))
+            q = out[0]
+            for layer in out[1:]:
+                executor.run(layer_of(one, q, one.v, one.k, layer))  # right behind the last
                 q = layer * 4  # another kernel between
-                executor.run(layer_of(one, q, one.v, one.k, layer))
-                q = layer  # none
+                executor.run(layer_of(one, q, one.k, one.v, layer))
+                q = layer
 
         graphs = []
         for executor, out in zip(made, outs, strict=True):
@@ -262,10 +265,12 @@ def test_layers_of_a_graph_that_start_early(shape):
         for grown in range(4):
             if grown:
                 cache_loc.copy_(problem.grow(generator))
+            q.copy_(problem.q)
             seq_lens.copy_(problem.seq_lens)
             for graph, out in zip(graphs, outs, strict=True):
                 out.fill_(math.nan)
                 graph.replay()
+            assert_attention(problem, outs[1][0])
             assert outs[0].isfinite().all() and torch.equal(*outs)
 
 

@@ -12,6 +12,7 @@ from sgl_prefix_attn import PrefixAttentionWrapper
 from sgl_prefix_attn.execute.params import LayerParams
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.records import HeadConfig
+from tests.support.examples import chosen
 from tests.support.forests import path_table
 from tests.support.gpu_problems import DEVICE, TREES
 from tests.support.kernels import FAMILIES, backend_of, planner_of
@@ -58,7 +59,7 @@ def asked_of(case: str, shape: str = "llama", **options) -> MultiToken:
 
 
 def plans_of(asked: MultiToken, family, most=5):
-    """Some of the cuts, those with most parts and with none among them."""
+    """Plans of some of the cuts, those with most parts and with none among them."""
     requests = asked.requests
     planner = planner_of(backend_of(family, requests.heads, requests.dtype), headroom=0)
     forest = build_forest(requests.paths, asked.query_lens)
@@ -66,7 +67,7 @@ def plans_of(asked: MultiToken, family, most=5):
         planner.cuts(forest),
         key=lambda cut: (cut.split_off, int(cut.parts.max()), cut.most_queries),
     )
-    for cut in cuts[:: -max(1, len(cuts) // most)]:
+    for cut in chosen(cuts[::-1], most):
         yield planner.serialize(forest, cut)
 
 

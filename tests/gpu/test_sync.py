@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.gpu_problems import TREES, gpu_problem
-from tests.support.kernels import FAMILIES, backend_of, planner_of
+from tests.support.kernels import FAMILIES, planner_of, served_backend
 from tests.support.running import executor_of, load
 
 BUSY_CYCLES = 2_000_000_000  # about a second: longer than any step's host time
@@ -21,7 +21,7 @@ def forbid_synchronisation():
 def prepared(request):
     """Two problems, their plans, an executor on which everything is compiled, and the inputs."""
     problems = [gpu_problem(TREES[name]()) for name in ("mixed", "deep")]
-    backend = backend_of(request.param)
+    backend = served_backend(request.param)
     plans = [planner_of(backend).plan(problem.paths) for problem in problems]
     made = executor_of(backend, problems[0], *plans)
     steps = []

@@ -22,6 +22,11 @@ def backend_of(family, heads=LLAMA, dtype=torch.bfloat16, **options):
     return new_backend(family, device, heads, dtype, **options)
 
 
+def served_backend(family, *args):
+    """Those kernels as a server runs them: Hopper's by programmatic dependent launches."""
+    return backend_of(family, *args, **({"pdl": True} if family == HOPPER else {}))
+
+
 def planner_of(backend, headroom=20, **options) -> Planner:
     rates = PortableRates() if backend.splits_nodes else KernelRates()
     return backend.planner(rates, headroom=headroom, **options)
