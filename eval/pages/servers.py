@@ -30,6 +30,7 @@ FILES: tuple[tuple[tuple[str, ...], str], ...] = (
     (SLOW, f"H200 E, {_SLOW_HOST}"),
     (ALONE, "H200 F"),
     (ALONE_TOO, "H200 G"),
+    (("serving_h200_h",), "H200 H"),
 )
 README_ROWS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (ALONE, "gsp", OFFLINE, "32 groups of 16 prompts with 2048 tokens in common"),
