@@ -80,3 +80,11 @@ def test_page_size_one_takes_sglangs_token_allocator():
     from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 
     assert type(make(1)) is TokenToKVPoolAllocator
+
+
+def test_the_profiler_can_ask_the_platform():
+    """SGLang asks each platform that is not its own when a profile starts; an error there would
+    end the server. A name that it knows would start two profilers in its second version."""
+    asked = platform.TorchCpuPlatform()
+    assert asked.get_torch_profiler_activity_str() not in ("CPU", "GPU")
+    assert asked.get_torch_profiler_activity() is torch.profiler.ProfilerActivity.CPU

@@ -49,6 +49,15 @@ class TorchCpuPlatform(CpuSRTPlatform):
     def get_default_attention_backend(self) -> str:
         return "torch_native"
 
+    # SGLang's profiler asks each platform that is not its own, whatever is to be profiled. By the
+    # name "CPU", which it knows, its second version would start two profilers.
+
+    def get_torch_profiler_activity_str(self) -> str:
+        return "TORCH_CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
+
     # SGLang asks for these classes after it is fully imported; at this module's import it is not.
 
     def get_mha_kv_pool_cls(self) -> type:
