@@ -38,8 +38,8 @@ def cached_njit(function: Callable) -> Callable:
             raise
         _log_once(
             logging.INFO,
-            "the planner is compiled at every start, which takes some seconds: numba can write to "
-            "no cache folder; NUMBA_CACHE_DIR names one",
+            "the planner is compiled at every start, which takes up to a minute: numba can write "
+            "to no cache folder; NUMBA_CACHE_DIR names one",
         )
     return compiled
 

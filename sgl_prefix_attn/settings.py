@@ -1,7 +1,8 @@
 """Every environment variable of the plugin, in one table: the fields of Settings.
 
-Settings are read once, when the attention backend is built, so that a bad value stops the server
-at start with a message that names the variable, its value and what is allowed.
+Settings are read at start only: by the check of SGLang's arguments, so that a bad value stops the
+server with a message that names the variable, its value and what is allowed, and as the attention
+backend is built.
 """
 
 from __future__ import annotations

@@ -144,8 +144,8 @@ def _check_headroom(headroom: int, max_batch: int, device: torch.device) -> None
 
 
 def check_workspace(wanted: int, runner, largest: str, *smaller: str, share: float = 1.0) -> None:
-    """Raise ValueError where plans of the largest batch would fill more than a share of the memory;
-    smaller: options that make them smaller."""
+    """Log what memory plans of the largest batch take. Raise ValueError where they would fill more
+    than a share of what is free; smaller: options that make them smaller."""
     free = int(share * _free_bytes(torch.device(runner.device)))
     if wanted > free:
         raise ValueError(
@@ -153,6 +153,7 @@ def check_workspace(wanted: int, runner, largest: str, *smaller: str, share: flo
             f"{' or '.join((*smaller, '--mem-fraction-static'))}, or, for deterministic inference, "
             "--context-length"
         )
+    logger.info("plans of %s take %.0f MiB of memory", largest, wanted / 2**20)
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -62,7 +62,7 @@ _COUNTERS = (
 _INTERVALS = (
     "decode_interval_seconds",
     "Wall-clock time from the start of a decode step on the host to that of the next, "
-    "with no other forward pass, pause or change of variant in or just before it.",
+    "with no other forward pass, pause of a second or change of variant in or just before it.",
     "variant",
 )
 _SAVED_SHARE = (

@@ -9,7 +9,8 @@ and all, if nothing but decode steps of one variant ran in it and just before it
 import time
 from collections.abc import Callable, Sequence
 
-# A longer gap is no step: SGLang was paused in place, which keeps the running requests.
+# A longer gap is no step: SGLang was paused in place, which keeps the running requests. Nothing
+# tells a shorter pause from a slow step.
 _PAUSE_S = 1.0
 
 
