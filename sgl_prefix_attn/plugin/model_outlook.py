@@ -141,10 +141,10 @@ def _layers(groups: LayerGroups, linear: list[int]) -> str:
     return ", ".join(runs)
 
 
-def fallback_of(found: Outlook, default: str) -> str:
+def fallback_of(found: Outlook, default: str) -> fallback.Fallback:
     """Name the backend that decodes beside plans on a GPU, and why it is this one, for a server
     whose SGLang chooses `default`. Raises ValueError as the server does, also for settings."""
-    return str(fallback.choose(Settings.from_env().fallback, default, True, found.traits))
+    return fallback.choose(Settings.from_env().fallback, default, True, found.traits)
 
 
 def sglangs_choice(folder: Path, tp: int) -> str:

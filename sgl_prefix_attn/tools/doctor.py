@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -12,8 +13,15 @@ from rich.table import Table
 from rich.text import Text
 
 from sgl_prefix_attn.tools.argument_types import count
-from sgl_prefix_attn.tools.doctor_checks import FAIL, OK, WARN, Check, run_checks
-from sgl_prefix_attn.tools.doctor_facts import gather
+from sgl_prefix_attn.tools.doctor_checks import (
+    FAIL,
+    OK,
+    WARN,
+    Check,
+    of_such_layers,
+    run_checks,
+)
+from sgl_prefix_attn.tools.doctor_facts import chosen_family, find_calibration, gather
 from sgl_prefix_attn.tools.exit_status import FAILED
 from sgl_prefix_attn.tools.model_heads import NotSaid, config_and_heads
 from sgl_prefix_attn.tools.output import busy, table_console
@@ -89,7 +97,7 @@ def check_model(folder: Path, tp: int, gpu: str) -> Check:
     # Not before: these import torch and SGLang.
     import torch
 
-    from sgl_prefix_attn.execute.backends.choice import why_no_backend
+    from sgl_prefix_attn.execute.backends.choice import why_no_backend, why_no_hopper
     from sgl_prefix_attn.plugin.model_outlook import fallback_of, outlook, sglangs_choice
 
     found = outlook(folder, tp)
@@ -97,18 +105,24 @@ def check_model(folder: Path, tp: int, gpu: str) -> Check:
         return Check("model", FAIL, found.unread, "correct what the error names in its config.json")
     if found.refused:
         return Check("model", FAIL, found.refused, "serve it without --attention-backend prefix")
-    stock = found.stock
-    if found.planned and not stock and gpu:
-        x = found.planned
-        stock = why_no_backend(torch.device("cuda"), x.heads, x.dtype, x.kv_dtype) or ""
     backend = (gpu and sglangs_choice(folder, tp)) or "choice for the server's GPU"
-    if not stock and not gpu:
-        return Check("model", OK, found.layers)
-    if not stock:
-        try:
-            beside = fallback_of(found, backend)
-        except ValueError as error:
-            return Check("model", FAIL, str(error), "change or unset what is named here")
-        return Check("model", OK, f"{found.layers}; stock decode by SGLang's {beside}")
-    detail = f"every step of this model runs SGLang's own {backend} ({stock})"
-    return Check("model", WARN, detail, "such a server starts, and gains nothing from the plugin")
+    layers, stock = found.planned, found.stock
+    if layers is not None:
+        if not gpu:
+            return Check("model", OK, found.layers)
+        on_gpu = torch.device("cuda"), layers.heads, layers.dtype, layers.kv_dtype
+        stock = why_no_backend(*on_gpu) or ""
+    if layers is None or stock:
+        detail = f"every step of this model runs SGLang's own {backend} ({stock})"
+        fix = "such a server starts, and gains nothing from the plugin"
+        return Check("model", WARN, detail, fix)
+    try:
+        beside = fallback_of(found, backend)
+        family = chosen_family(os.environ, why_no_hopper(*on_gpu)).name
+    except ValueError as error:
+        return Check("model", FAIL, str(error), "change or unset what is named here")
+    known = find_calibration(family, layers.heads, layers.kv_dtype, beside.name)
+    detail = f"{found.layers}; stock decode by SGLang's {beside}; {known.message}"
+    if of_such_layers(known):
+        return Check("model", OK, detail)
+    return Check("model", WARN, detail, "times predicted for it may be off")

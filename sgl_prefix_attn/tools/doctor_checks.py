@@ -5,6 +5,7 @@ A check fails exactly when `--attention-backend prefix` could not work because o
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from sgl_prefix_attn.execute.backends.family import HOPPER
 from sgl_prefix_attn.plugin.versions import (
@@ -212,6 +213,12 @@ def check_calibration(facts: Facts) -> Verdict:
         return FAIL, found, f"reinstall {DIST}"
     beside = found.calibration.key.fallback
     detail = f"32/8 heads, beside {beside}: {found.message.removeprefix('calibration ')}"
-    if found.calibration.source in ("measured", "judged", "shipped") and not found.warning:
+    if of_such_layers(found):
         return OK, detail
     return WARN, detail, "sgl-prefix-attn calibrate --model FOLDER takes minutes"
+
+
+def of_such_layers(found: Any) -> bool:
+    """Whether a calibration (store.Found) was measured for layers like these on such a GPU, and
+    nothing is wrong with it."""
+    return found.calibration.source in ("measured", "judged", "shipped") and not found.warning

@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 from sglang.srt.configs.model_config import ModelConfig
 from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -11,6 +12,7 @@ from eval.tiny_model import write_tiny_llama
 from sgl_prefix_attn.engine import sglang_config
 from sgl_prefix_attn.execute.backends import choice
 from sgl_prefix_attn.plugin import model_outlook
+from sgl_prefix_attn.predict import store
 from sgl_prefix_attn.tools import doctor, main
 from sgl_prefix_attn.tools.doctor import check_model
 from sgl_prefix_attn.tools.doctor_checks import FAIL, OK, WARN, Check
@@ -98,20 +100,31 @@ def test_what_a_models_config_says(model_type, tmp_path):
         assert check.status == OK and check.detail.startswith(f"layers {planned}")
 
 
-@pytest.mark.parametrize(("tp", "status"), [(4, OK), (1, WARN)])
-def test_the_heads_of_latent_attention_are_those_that_decode(tp, status, tmp_path, monkeypatch):
-    """As on a Hopper GPU: of 128 heads, 32 a rank."""
+@pytest.fixture
+def hopper(monkeypatch, tmp_path):
+    """As on an H100 without calibrations but those shipped, of the versions that they are of."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(store, "_other_versions", lambda found, here: [])
+    monkeypatch.setattr(choice, "_runs_triton", lambda device: True)
+    monkeypatch.setattr(choice.torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(model_outlook, "sglangs_choice", lambda folder, tp: "fa3")
+
+
+@pytest.mark.parametrize(("tp", "runs"), [(4, True), (1, False)])
+def test_the_heads_of_latent_attention_are_those_that_decode(tp, runs, tmp_path, hopper):
+    """Of 128 heads, 32 a rank."""
     write_config(tmp_path, "deepseek_v3")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
-    monkeypatch.setattr(choice, "_runs_triton", lambda device: True)
-    monkeypatch.setattr(choice.torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(model_outlook, "sglangs_choice", lambda folder, tp: "fa3")
     check = check_model(tmp_path, tp, gpu="NVIDIA H100")
-    assert check.status == status
-    if status == OK:
+    assert check.status == (OK if runs else WARN)
+    if runs:
         said = "layers 0-60 (full attention, 32/1 heads of 576, 512 latent) run plans"
-        assert check.detail == f"{said}; stock decode by SGLang's fa3 (layers:latent)"
+        beside = "stock decode by SGLang's fa3 (layers:latent); calibration shipped: NVIDIA-H100-"
+        assert check.detail.startswith(f"{said}; {beside}")
     else:
         assert check.detail.endswith("SGLang's own fa3 (group_size:128)")
 
@@ -209,19 +222,33 @@ def test_heads_that_no_kernels_of_a_gpu_take(gpu, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("asked", "status", "said"),
     [
-        ("", OK, "; stock decode by SGLang's flashinfer (usual)"),
-        ("default", OK, "; stock decode by SGLang's fa3 (asked)"),
+        ("", OK, "; stock decode by SGLang's flashinfer (usual); calibration judged: "),
+        ("default", OK, "; stock decode by SGLang's fa3 (asked); calibration shipped: "),
         ("fa2", FAIL, "PREFIX_ATTN_FALLBACK='fa2': allowed is auto | flashinfer | default"),
     ],
 )
-def test_the_backend_beside_plans_is_named(asked, status, said, tmp_path, monkeypatch):
+def test_the_backend_beside_plans_is_named(asked, status, said, tmp_path, monkeypatch, hopper):
     write_tiny_llama(tmp_path, head_dim=128, torch_dtype="bfloat16")
-    monkeypatch.setattr(choice, "_runs_triton", lambda device: True)
-    monkeypatch.setattr(choice.torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(model_outlook, "sglangs_choice", lambda folder, tp: "fa3")
     monkeypatch.setenv("PREFIX_ATTN_FALLBACK", asked)
     check = check_model(tmp_path, 1, "NVIDIA H100")
-    assert check.status == status and check.detail.endswith(said)
+    assert check.status == status and said in check.detail
+
+
+@pytest.mark.parametrize(
+    ("shape", "env", "said"),
+    [
+        ({"head_dim": 96}, {}, "calibration conservative: "),
+        ({"head_dim": 128}, {"PREFIX_ATTN_KERNELS": "portable"}, "calibration scaled: "),
+    ],
+)
+def test_a_calibration_of_other_layers_is_a_warning(
+    shape, env, said, tmp_path, monkeypatch, hopper
+):
+    write_tiny_llama(tmp_path, **shape, torch_dtype="bfloat16")
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    check = check_model(tmp_path, 1, "NVIDIA H100")
+    assert check.status == WARN and said in check.detail and "predicted" in check.fix
 
 
 def test_a_folder_without_a_config_is_an_error_before_the_machine_is_looked_at(
