@@ -83,6 +83,9 @@ def run_tensors(
             raise refused(name, must, f"strides {given.stride()}")
         if name == "out" and batch > 1 and given.stride(0) < num_heads * heads.head_dim:
             raise refused(name, "have rows that do not overlap", f"strides {given.stride()}")
+        if name == "out" and batch > 0 and given.data_ptr() == q.data_ptr():
+            # kernels may read queries again behind the first outputs
+            raise refused(name, "have memory of its own", "that of q")
 
 
 def head_sinks(sinks, num_qo_heads: int, device: torch.device) -> None:

@@ -246,6 +246,16 @@ def test_run_refuses(name, change, message):
         made.run(**arguments)
 
 
+def test_outputs_do_not_take_the_place_of_queries():
+    problem = make_problem(path_table([(-1, 20)], [0, 0], [3, 4]), HEADS)
+    made = planned_wrapper(problem)
+    arguments = run_arguments(problem)
+    with refused("out must have memory of its own, got that of q"):
+        made.run(**arguments | {"out": problem.q})
+    both = torch.stack([problem.q, arguments["out"]], dim=1)
+    made.run(**arguments | {"q": both[:, 0], "out": both[:, 1]})
+
+
 @pytest.mark.parametrize(
     "slots",
     [
