@@ -15,6 +15,15 @@ def here(rows):
 
 
 @gluon.jit
+def to_store(rows, runs, turns, counted, p_item):
+    """Return how many of an item's rows are stored: none of a half that the first run has counted,
+    which other CTAs may be merging. Where the other half alone found what is not finite, cleaned
+    rows give this one other values."""
+    kept = (runs == 1) & (turns < counted) & (gl.load(p_item + I_PARTS) > 1)
+    return gl.where(kept, 0, rows)
+
+
+@gluon.jit
 def store_half(
     acc, rows, p_item, out_ptr, partial_out_ptr, partial_state_ptr, stride_out, S, WG: gl.constexpr
 ):

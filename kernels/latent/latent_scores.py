@@ -31,7 +31,7 @@ from ..hopper.shape import (
 )
 from ..hopper.softmax import by_quads, grow, keep_visible, probabilities, shrink, thread_sum
 from .latent_merge import count_half, merge_shares
-from .latent_results import here, store_half, store_lse
+from .latent_results import here, store_half, store_lse, to_store
 from .latent_shape import HALF, ROWS, STAGES
 
 GROWN = gl.constexpr(0x11111111)  # flags of FLAGS_PER_WORD blocks that are masked
@@ -110,6 +110,7 @@ def score(
 
         total = gl.sum(b_sum, 1)
         inv = gl.where(total > 0, 1.0 / total, 0.0)  # rows without a token add nothing
+        rows = to_store(rows, runs, turns, counted, p_item)
         # before the right half may count it
         store_lse(gl.max(b_max, 1) + gl.log2(total), rows, p_item, lse_ptr, partial_state_ptr, S)
         mbarrier.wait(r.p_free.index(0), blocks + items + 1 & 1)

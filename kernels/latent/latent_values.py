@@ -22,7 +22,7 @@ from ..hopper.shape import (
     ticket_of,
 )
 from .latent_merge import count_half, merge_shares
-from .latent_results import store_half
+from .latent_results import store_half, to_store
 from .latent_shape import HALF, ROWS, STAGES
 
 
@@ -66,6 +66,7 @@ def add_right_half(
         acc = acc * r.alpha.load(OR)[:, None]
         release(r.p_free.index(0))
         tainted += taint(acc)
+        rows = to_store(rows, runs, turns, counted, p_item)
         parts = store_half(
             acc, rows, p_item, out_ptr, partial_out_ptr, partial_state_ptr, stride_out, S, 1
         )

@@ -17,7 +17,14 @@ from sgl_prefix_attn.kernels.hopper.build_options import (
     compiler_options,
     kernel_constants,
 )
-from tests.support.builds import SPILL, barriers_made, disassembled, loops_of, signature_of
+from tests.support.builds import (
+    SPILL,
+    barriers_made,
+    disassembled,
+    loops_of,
+    signature_of,
+    single_arrivals,
+)
 
 SHARED_MEMORY = 227 * 1024
 
@@ -108,6 +115,7 @@ def test_no_spills_and_hopper_instructions(shape, tmp_path):
     # stages there and free, keys by themselves, too, of head dim 256; a stage that is none, queries
     # there and free for each warpgroup, and one for what both have shown
     assert barriers_made(sass) == (4 if wide else 2) * CONFIGS[head_dim].stages + 6
+    assert single_arrivals(compiled.asm["ptx"]) > 0
 
 
 NARROW = {
@@ -139,6 +147,7 @@ def test_e4m3_without_spills_and_with_its_own_products(shape, tmp_path):
     # keys there and stages free; values there and free, and those that are none; the rest as above
     stages = NARROW_CONFIGS[args[2]].stages
     assert barriers_made(sass) == 4 * stages + 2 + 5
+    assert single_arrivals(compiled.asm["ptx"]) > 0
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from sgl_prefix_attn.plan.planner import Planner
 from sgl_prefix_attn.records import HeadConfig
 from tests.cpu.test_hopper_build import SHARED_MEMORY
 from tests.support import emulated_gluon, running
-from tests.support.builds import SPILL, barriers_made, disassembled
+from tests.support.builds import SPILL, barriers_made, disassembled, single_arrivals
 from tests.support.emulated_latent import EmulatedLatent
 from tests.support.forests import path_table
 from tests.support.multi_token import multi_token
@@ -146,6 +146,32 @@ def test_requests_that_do_not_see_it_are_not_hit(name):
         assert_contained(problem, late, *attend(late, executor))
 
 
+# What other CTAs do before and behind a CTA's second run.
+LATE = {
+    "second run": ("gather", "must_run_again(", "__import__('time').sleep(0.5) or must_run_again("),
+    "merge": (
+        "merge_shares", "wait_for_parts(p_counter, parts)",
+        "wait_for_parts(p_counter, parts); __import__('time').sleep(1)",
+    ),
+}  # fmt: skip
+
+
+def test_a_half_that_is_counted_stays_as_it_is():
+    """An infinite key of the right half, by which a row's score is -inf: the left half is finite
+    and counted, the right one makes the CTA run again, which gives the left half other values.
+    Whether it is merged before or after that must not matter."""
+    problem = make_problem(forest(90), mla(1), torch.bfloat16)
+    plan = plans_of(problem.paths, problem.heads)[-1]
+    newest = problem.last_slots()[0]
+    bad = replace(problem, k=problem.k.clone())
+    bad.k[newest, 0, 300] = -math.inf * problem.q[0, 0, 300].sign()
+    bad.v = bad.k[..., :512]
+    results = [attend(bad, executor_of(bad, plan, (fault,))) for fault in LATE.values()]
+    assert results[0][0][0, 0, 512 // 2 :].isnan().all(), "the CTA runs again"
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+
+
 FAULTS = {
     "no mask": ("score", "& MASKED) != 0", "& MASKED) == 99"),
     "a block is left out": ("score", "range(num_blocks)", "range(num_blocks - 1)"),
@@ -217,6 +243,7 @@ def test_no_spills_and_hopper_instructions(heads, tmp_path):
     # each warpgroup waits for parts, and then has sixteen loads of them on their way
     assert sass.count("CCTL.IVALL") == 2
     assert barriers_made(sass) == 4 * 2 + 5
+    assert single_arrivals(compiled.asm["ptx"]) > 0
     loads = [len(re.findall(rf"LDG\.E\.{bits}\.STRONG", sass)) for bits in (128, 64)]
     assert loads == [2 * 3 * 16, 2 * 16]
 

@@ -77,6 +77,16 @@ def barriers_made(sass: str) -> int:
     return len(made)
 
 
+def single_arrivals(ptx: str) -> int:
+    """Count the arrivals that one thread makes for its warpgroup, each of which must be right
+    behind a barrier: what the others have read by then may be overwritten."""
+    lines = (line.strip() for line in ptx.splitlines())
+    code = [line for line in lines if not re.match(r"$|//|\.loc|\$L__tmp|(add|mov|xor)\.", line)]
+    found = [i for i, line in enumerate(code) if re.match(r"@%p\d+ mbarrier\.arrive\.", line)]
+    assert all(code[i - 1].startswith("bar.sync") for i in found)
+    return len(found)
+
+
 def _places(sass: str, instruction: str) -> list[int]:
     """Return the offsets in shared memory that an instruction adds to a register."""
     found = re.findall(rf"\b{instruction} \[U?R\d+(?:\+U?R(?:\d+|Z))?(?:\+0x([0-9a-f]+))?\]", sass)
