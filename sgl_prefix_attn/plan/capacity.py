@@ -53,5 +53,5 @@ class Capacity:
             )
 
 
-# Where the workspace grows with the plans.
-UNLIMITED = Capacity(words=1 << 62, index_slots=1 << 62, partials=1 << 62)
+# Where the workspace grows with the plans: kernels count index slots in 32 bits.
+UNLIMITED = Capacity(words=1 << 62, index_slots=(1 << 31) - 1, partials=1 << 62)
