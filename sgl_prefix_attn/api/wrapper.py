@@ -185,7 +185,8 @@ class PrefixAttentionWrapper:
         k_scale, which is positive, and v_scale are what the elements of caches of another dtype are
         multiplied by. No gradients are computed. With Hopper's kernels no other wrapper may run on
         the GPU at the same time.
-        Returns out [Q, Hq, D] (the given one, if given) and, with return_lse, an Lse [Q, Hq].
+        Returns out [Q, Hq, D] (the given one, if given, which is not q) and, with return_lse, an
+        Lse [Q, Hq].
         Raises ValueError naming the argument for shapes, dtypes or devices that do not fit the
         plan, RuntimeError before plan().
         """
