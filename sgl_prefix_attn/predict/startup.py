@@ -44,6 +44,17 @@ def default_rates(
     calibration (store.find), whatever runs beside them; on a CPU those of an H100."""
     if device.type != "cuda":
         return rates_of(family, heads)()
+    return look_up(family, device, heads, kv_dtype, page_size).calibration.kernel_rates
+
+
+def look_up(
+    family: str,
+    device: torch.device,
+    heads: HeadConfig,
+    kv_dtype: torch.dtype,
+    page_size: int,
+    fallback: str = FLASHINFER,
+) -> store.Found:
+    """Find what a server with such layers would decide by on a GPU, and log nothing."""
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    key = gpu_key(family, device, heads, kv_dtype, page_size)
-    return store.find(key, num_sms).calibration.kernel_rates
+    return store.find(gpu_key(family, device, heads, kv_dtype, page_size, fallback), num_sms)

@@ -21,7 +21,7 @@ from sgl_prefix_attn.tools.doctor_checks import (
     of_such_layers,
     run_checks,
 )
-from sgl_prefix_attn.tools.doctor_facts import chosen_family, find_calibration, gather
+from sgl_prefix_attn.tools.doctor_facts import chosen_family, gather
 from sgl_prefix_attn.tools.exit_status import FAILED
 from sgl_prefix_attn.tools.model_heads import NotSaid, config_and_heads
 from sgl_prefix_attn.tools.output import busy, table_console
@@ -99,6 +99,7 @@ def check_model(folder: Path, tp: int, gpu: str) -> Check:
 
     from sgl_prefix_attn.execute.backends.choice import why_no_backend, why_no_hopper
     from sgl_prefix_attn.plugin.model_outlook import fallback_of, outlook, sglangs_choice
+    from sgl_prefix_attn.predict.startup import look_up
 
     found = outlook(folder, tp)
     if found.unread:
@@ -110,7 +111,8 @@ def check_model(folder: Path, tp: int, gpu: str) -> Check:
     if layers is not None:
         if not gpu:
             return Check("model", OK, found.layers)
-        on_gpu = torch.device("cuda"), layers.heads, layers.dtype, layers.kv_dtype
+        device = torch.device("cuda")
+        on_gpu = device, layers.heads, layers.dtype, layers.kv_dtype
         stock = why_no_backend(*on_gpu) or ""
     if layers is None or stock:
         detail = f"every step of this model runs SGLang's own {backend} ({stock})"
@@ -121,7 +123,7 @@ def check_model(folder: Path, tp: int, gpu: str) -> Check:
         family = chosen_family(os.environ, why_no_hopper(*on_gpu)).name
     except ValueError as error:
         return Check("model", FAIL, str(error), "change or unset what is named here")
-    known = find_calibration(family, layers.heads, layers.kv_dtype, beside.name)
+    known = look_up(family, device, layers.heads, layers.kv_dtype, 1, beside.name)
     detail = f"{found.layers}; stock decode by SGLang's {beside}; {known.message}"
     if of_such_layers(known):
         return Check("model", OK, detail)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from sgl_prefix_attn.execute.backends.family import PORTABLE, Family, choose_family
 from sgl_prefix_attn.plugin import hooks
 from sgl_prefix_attn.plugin import versions as releases
-from sgl_prefix_attn.records import FLASHINFER, HeadConfig
+from sgl_prefix_attn.records import HeadConfig
 from sgl_prefix_attn.settings import Settings
 
 PACKAGES = ("sgl-prefix-attn", "torch", "triton", "flashinfer-python", "numba", "numpy")
@@ -97,7 +97,7 @@ def gather() -> Facts:
         models=_tried(lambda: _models(gpu), lambda error: "unknown without torch"),
         no_hopper=no_hopper,
         failed_self_tests=_tried(lambda: _failed_self_tests(gpu), lambda error: ()),
-        calibration=_tried(lambda: find_calibration(family), str) if gpu else None,
+        calibration=_tried(lambda: _calibration(family), str) if gpu else None,
     )
 
 
@@ -149,18 +149,12 @@ def _models(gpu: str) -> str:
     return capabilities_on(torch.device("cuda" if gpu else "cpu")).describe()
 
 
-def find_calibration(
-    family: str, heads: HeadConfig = HEADS, kv_dtype: Any = None, fallback: str = FLASHINFER
-) -> Any:
-    """Find what a server with layers of these heads would decide by on the first GPU (store.Found),
-    with KV of bfloat16 unless said and pages of one token."""
+def _calibration(family: str) -> Any:
     import torch
 
-    from sgl_prefix_attn.predict import startup, store
+    from sgl_prefix_attn.predict.startup import look_up
 
-    kind = kv_dtype or torch.bfloat16
-    key = startup.gpu_key(family, torch.device("cuda", 0), heads, kind, 1, fallback)
-    return store.find(key, torch.cuda.get_device_properties(0).multi_processor_count)
+    return look_up(family, torch.device("cuda", 0), HEADS, torch.bfloat16, 1)
 
 
 def _no_hopper() -> str | None:

@@ -165,7 +165,7 @@ def test_the_calibration_of_a_gpu_is_looked_up(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA X1")
     properties = SimpleNamespace(multi_processor_count=100)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    found = doctor_facts.find_calibration("portable")
+    found = doctor_facts._calibration("portable")
     assert found.calibration.source == "conservative" and found.warning
     assert "nothing is measured on NVIDIA X1" in found.message
 
