@@ -62,7 +62,7 @@ def readme() -> str:
         served = {backend: _tokens(own) for backend, own in backends.items()}
         stock = {backend: served[backend] for backend in TITLES if backend in served}
         best = max(stock, key=lambda backend: stock[backend])
-        alone = ", the only one served" if len(stock) == 1 else ""
+        alone = ", the only one served there" if len(stock) == 1 else ""
         factor = _factor(backends["prefix"], backends[best], usual)
         lines.append((title + _how(names, rate), place(names[0]), f"{served['default']:,.0f}",
                       f"{stock[best]:,.0f} ({TITLES[best]}{alone})",
