@@ -31,7 +31,7 @@ from tests.support.emulated_latent import EmulatedLatent
 from tests.support.forests import path_table
 from tests.support.multi_token import multi_token
 from tests.support.poison import NAN, POISONS, Poison, assert_contained, forest, poisoned
-from tests.support.problems import assert_attention, make_problem
+from tests.support.problems import assert_attention, make_problem, values_of
 
 CTAS = 3  # several items each
 
@@ -139,7 +139,7 @@ def test_requests_that_do_not_see_it_are_not_hit(name):
         late.k[problem.req_to_token[problem.pool[poison.request], token].long(), 0, 400] = (
             poison.value
         )
-        late.v = late.k[..., :512]
+        late.v = values_of(late.k, late.heads)
     for plan in plans_of(problem.paths, problem.heads):
         executor = executor_of(problem, plan)
         assert_contained(problem, bad, *attend(bad, executor))
@@ -165,7 +165,7 @@ def test_a_half_that_is_counted_stays_as_it_is():
     newest = problem.last_slots()[0]
     bad = replace(problem, k=problem.k.clone())
     bad.k[newest, 0, 300] = -math.inf * problem.q[0, 0, 300].sign()
-    bad.v = bad.k[..., :512]
+    bad.v = values_of(bad.k, bad.heads)
     results = [attend(bad, executor_of(bad, plan, (fault,))) for fault in LATE.values()]
     assert results[0][0][0, 0, 512 // 2 :].isnan().all(), "the CTA runs again"
     for one, other in zip(*results, strict=True):

@@ -13,10 +13,9 @@ from sgl_prefix_attn.execute.executor import PlanExecutor
 from sgl_prefix_attn.execute.params import Capacity, LayerParams
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.records import HeadConfig
-from tests.support.examples import chosen
 from tests.support.forests import path_table, random_paths
 from tests.support.gpu_problems import DEVICE, TREES, gpu_problem
-from tests.support.kernels import FAMILIES, backend_of, planner_of
+from tests.support.kernels import FAMILIES, backend_of, planner_of, plans_of_cuts
 from tests.support.plan_blocks import poisoned_blocks
 from tests.support.problems import assert_attention
 from tests.support.running import PADDING, executor_of, plan_wrapper, wrapper_of
@@ -80,16 +79,8 @@ def layer_of(problem, q, k, v, out, lse=None):
 
 
 def cuts_of(paths, heads, headroom=64, most=6, family=HOPPER, dtype=torch.bfloat16):
-    """Plans of some of the paths' cuts: of the first and the last by nodes split off, where the
-    kernel can, and by parts, and of what lies between."""
     planner = planner_of(backend_of(family, heads, dtype), headroom)
-    forest = build_forest(paths)
-    cuts = sorted(
-        planner.cuts(forest),
-        key=lambda cut: (cut.split_off, int(cut.parts.max()), cut.most_queries),
-    )
-    for cut in chosen(cuts[::-1], most):
-        yield planner.serialize(forest, cut)
+    return plans_of_cuts(planner, build_forest(paths), most)
 
 
 @pytest.mark.parametrize(

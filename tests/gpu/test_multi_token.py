@@ -12,10 +12,9 @@ from sgl_prefix_attn import PrefixAttentionWrapper
 from sgl_prefix_attn.execute.params import LayerParams
 from sgl_prefix_attn.plan.forest import build_forest
 from sgl_prefix_attn.records import HeadConfig
-from tests.support.examples import chosen
 from tests.support.forests import path_table
 from tests.support.gpu_problems import DEVICE, TREES
-from tests.support.kernels import FAMILIES, backend_of, planner_of
+from tests.support.kernels import FAMILIES, backend_of, planner_of, plans_of_cuts
 from tests.support.multi_token import CHAIN_FAULTS, QUERY_LENS, MultiToken, multi_token
 from tests.support.problems import assert_attention
 from tests.support.running import executor_of, plan_several
@@ -59,16 +58,9 @@ def asked_of(case: str, shape: str = "llama", **options) -> MultiToken:
 
 
 def plans_of(asked: MultiToken, family, most=5):
-    """Plans of some of the cuts, those with most parts and with none among them."""
     requests = asked.requests
     planner = planner_of(backend_of(family, requests.heads, requests.dtype), headroom=0)
-    forest = build_forest(requests.paths, asked.query_lens)
-    cuts = sorted(
-        planner.cuts(forest),
-        key=lambda cut: (cut.split_off, int(cut.parts.max()), cut.most_queries),
-    )
-    for cut in chosen(cuts[::-1], most):
-        yield planner.serialize(forest, cut)
+    return plans_of_cuts(planner, build_forest(requests.paths, asked.query_lens), most)
 
 
 def check(plan, asked: MultiToken, family, fault=None) -> None:

@@ -1,5 +1,7 @@
 """Both families of kernels, as tests drive them on a GPU."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -7,7 +9,10 @@ from sgl_prefix_attn.execute.backends.choice import new_backend, why_no_backend,
 from sgl_prefix_attn.execute.backends.family import HOPPER, PORTABLE
 from sgl_prefix_attn.kernels import words as W
 from sgl_prefix_attn.plan.kernel_rates import KernelRates, PortableRates
+from sgl_prefix_attn.plan.plan import Plan
 from sgl_prefix_attn.plan.planner import Planner
+from sgl_prefix_attn.records import Forest
+from tests.support.examples import chosen
 from tests.support.gpu_problems import DEVICE, LLAMA
 
 FAMILIES = (HOPPER, PORTABLE)
@@ -30,6 +35,17 @@ def served_backend(family, *args):
 def planner_of(backend, headroom=20, **options) -> Planner:
     rates = PortableRates() if backend.splits_nodes else KernelRates()
     return backend.planner(rates, headroom=headroom, **options)
+
+
+def plans_of_cuts(planner: Planner, forest: Forest, most: int) -> Iterator[Plan]:
+    """Plans of some of the forest's cuts: of the first and the last by nodes split off, where the
+    kernel can, and by parts, and of what lies between."""
+    cuts = sorted(
+        planner.cuts(forest),
+        key=lambda cut: (-cut.split_off, -int(cut.parts.max()), -cut.most_queries),
+    )
+    for cut in chosen(cuts, most):
+        yield planner.serialize(forest, cut)
 
 
 def newest(plan, seq_lens):
