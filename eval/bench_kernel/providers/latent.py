@@ -18,11 +18,11 @@ from sgl_prefix_attn.tools.calibrate.stock_decode import FlashAttention3LatentDe
 
 _WORKSPACE_BYTES = 256 << 20
 _FLASH_MLA_PAGE = 64
-# Where FlashMLA may be: SGLang 0.5.17's kernels, a later SGLang's way to a package of its own,
-# DeepSeek's own package.
+# Where FlashMLA may be: what SGLang 0.5.23 calls, the kernels of releases before (which its
+# sgl_kernel may still hold), DeepSeek's own package.
 _FLASH_MLA = (
-    "sgl_kernel.flash_mla",
     "sglang.kernels.ops.attention.flash_mla_interface",
+    "sgl_kernel.flash_mla",
     "flash_mla",
 )
 
