@@ -31,6 +31,8 @@ FILES: tuple[tuple[tuple[str, ...], str], ...] = (
     (ALONE, "H200 F"),
     (ALONE_TOO, "H200 G"),
     (("serving_h200_h",), "H200 H"),
+    (("serving_h200_i",), "H200 I"),
+    (("serving_h200_e4m3_again",), "H200 I, KV of e4m3"),
 )
 README_ROWS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (ALONE, "gsp", OFFLINE, "32 groups of 16 prompts with 2048 tokens in common"),
@@ -40,7 +42,7 @@ README_ROWS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (("serving_loads_h100",), "grpo16", ALL_AT_ONCE, "the same"),
     (ALONE_TOO, "fewshot", OFFLINE, "128 questions after 6000 tokens of examples"),
     (ALONE_TOO, "conversation", OFFLINE, "384 users below a system prompt of three levels"),
-    (SLOW, "agent", OFFLINE, "160 requests below 16 tool prompts"),
+    (("serving_h200_i",), "agent", OFFLINE, "160 requests below 16 tool prompts"),
     (ALONE, "unshared", OFFLINE, "192 prompts with nothing in common"),
 )
 STARTS = (ALONE, ("serving_loads_h100",), ("serving_repeated_h100",))
@@ -62,10 +64,9 @@ def readme() -> str:
         served = {backend: _tokens(own) for backend, own in backends.items()}
         stock = {backend: served[backend] for backend in TITLES if backend in served}
         best = max(stock, key=lambda backend: stock[backend])
-        alone = ", the only one served there" if len(stock) == 1 else ""
         factor = _factor(backends["prefix"], backends[best], usual)
         lines.append((title + _how(names, rate), place(names[0]), f"{served['default']:,.0f}",
-                      f"{stock[best]:,.0f} ({TITLES[best]}{alone})",
+                      f"{stock[best]:,.0f} ({TITLES[best]})",
                       f"{served['prefix']:,.0f} ({factor})"))  # fmt: skip
     columns = ("load", "measured on", "SGLang's default", "best SGLang backend", "prefix")
     return (
