@@ -82,11 +82,11 @@ def row_tile_kernel(
     # consume() also releases, and of a narrow KV cache waits for, values behind the last: none
     full, free = new_barriers(STAGES + NARROW, PRODUCERS), new_barriers(STAGES + 1, CONSUMERS)
     k_full, k_free = full, free
-    if HEAD_DIM > 128:
-        k_full, k_free = new_barriers(STAGES, PRODUCERS), new_barriers(STAGES, 2)
+    if HEAD_DIM > 128 or NARROW:
+        k_full = new_barriers(STAGES, PRODUCERS)
+        k_free = new_barriers(STAGES, CONSUMERS if NARROW else 2)
     if NARROW:
-        k_full, k_free = new_barriers(STAGES, PRODUCERS), new_barriers(STAGES, CONSUMERS)
-        NL: gl.constexpr = gl.NVMMASharedLayout(HEAD_DIM, 8, 2)
+        NL: gl.constexpr = gl.NVMMASharedLayout(min(HEAD_DIM, 128), 8, 2)
         kv = gl.allocate_shared_memory(KV_DTYPE, [2 * STAGES, BLOCK, HEAD_DIM], NL)
         v = gl.allocate_shared_memory(gl.float16, [STAGES + ZEROS, BLOCK, HEAD_DIM], KL)
     else:

@@ -32,6 +32,7 @@ CONFIGS = {
 NARROW_CONFIGS = {
     64: Config(stages=8, lookahead=4, consumer_regs=200, producer_regs=104),
     128: Config(stages=5, lookahead=4, consumer_regs=200, producer_regs=104),
+    256: Config(stages=2, lookahead=3, consumer_regs=216, producer_regs=80),
 }
 
 

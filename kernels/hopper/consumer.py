@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .cleaning import is_tainted, must_run_again, show, taint
-from .e4m3_blocks import two_terms
+from .e4m3_blocks import terms_in_place, two_terms
 from .merge_parts import merge_share
 from .results import count_part, store_results
 from .shape import (
@@ -56,12 +56,12 @@ from .softmax import (
 @gluon.jit
 def pass_on(rings, stage, phase, S):
     """Pass on a block without columns for this warpgroup's rows."""
-    if S.HEAD_DIM > 128:
-        mbarrier.wait(rings.k_full.index(stage), phase)
-        mbarrier.arrive(rings.k_free.index(stage), count=1)
     if S.NARROW:
         mbarrier.wait(rings.k_full.index(stage), phase)
         release(rings.k_free.index(stage))
+    elif S.HEAD_DIM > 128:
+        mbarrier.wait(rings.k_full.index(stage), phase)
+        mbarrier.arrive(rings.k_free.index(stage), count=1)
     mbarrier.wait(rings.full.index(stage), phase)
     release(rings.free.index(stage))
 
@@ -69,8 +69,9 @@ def pass_on(rings, stage, phase, S):
 @gluon.jit
 def begin_values(p, acc, rings, v_stage, v_phase, S):
     """Begin to add p times the values of a block to acc."""
-    if S.NARROW:
+    if S.HEAD_DIM > 128 or S.NARROW:
         mbarrier.wait(rings.full.index(v_stage), v_phase)
+    if S.NARROW:
         # before products of what other threads wrote; the producer has no time for it
         fence_async_shared()
     return warpgroup_mma(p, values_of(rings, v_stage, S), acc, is_async=True)
@@ -166,7 +167,10 @@ def consume(
                 mbarrier.arrive(rings.q_free.index(WG), count=1)
             row_scale = scale
             if S.NARROW:
-                q, low, unit = two_terms(q, SR)
+                if LEAN:
+                    q, low, unit = terms_in_place(q, SR)
+                else:
+                    q, low, unit = two_terms(q, SR)
                 if ROW_SCALES:
                     row_scale = of_quads(unit, b_sum) * scale
             for i in range(num_blocks):
@@ -209,8 +213,8 @@ def consume(
                     v_stage = stage
                     v_phase = phase
                     if LEAN:
-                        mbarrier.arrive(rings.k_free.index(stage), count=1)
-                        mbarrier.wait(rings.full.index(stage), phase)
+                        if not S.NARROW:
+                            mbarrier.arrive(rings.k_free.index(stage), count=1)
                         acc = add_values(p, acc, rings, v_stage, v_phase, S)
                 else:
                     flags, word, next_word = flags_behind(i, word, next_word, p_flags, planned)

@@ -11,17 +11,22 @@ came may be overwritten as soon as they are multiplied: converted values have bu
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from .shape import BLOCK, group_barrier, values_of
+from .shape import BLOCK, HALF_ROWS, group_barrier, values_of
 
 # The largest element of a query becomes 2^6 to 2^7, or where the logarithm is a last place short
 # up to 2^8: below 448, the largest e4m3.
 _TOP = gl.constexpr(6.0)
-# So many blocks are pending while the next one is asked for, and while an item's queries are,
-# behind its first block. Not more: queries wait for those of the item before to be taken, and these
-# for all blocks of the items before that, so that one block of the item before may be pending.
-PENDING = gl.constexpr(2)
+
+
+@gluon.constexpr_function
+def most_pending(head_dim):
+    """Return how many blocks are pending while the next one is asked for, and while an item's
+    queries are, behind its first block. Not more: queries wait for those of the item before to be
+    taken. These wait for all blocks of the items before that, so that one block of the item before
+    may be pending; of head dim 256 they stay until their own item ends, and none may."""
+    return 2 if head_dim <= 128 else 1
 
 
 # Of four elements: as half precision, whose two terms are those of any bfloat16 in these units, as
@@ -62,6 +67,23 @@ def two_terms(q, ROWS: gl.constexpr):
 
 
 @gluon.jit
+def terms_in_place(q, ROWS: gl.constexpr):
+    """two_terms of queries [64, D] in shared memory, which the terms take over."""
+    D: gl.constexpr = q.shape[1]
+    # a thread reads 32 bytes of a row, and writes 16 of either term
+    L: gl.constexpr = gl.BlockedLayout([1, 16], [512 // D, D // 16], [4, 1], [1, 0])
+    TL: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    high, low, unit = two_terms(q.load(L), ROWS)
+    terms = q._reinterpret(gl.float8e4nv, [2, HALF_ROWS, D], TL)
+    group_barrier()  # all threads have read theirs
+    terms.index(0).store(high)
+    terms.index(1).store(low)
+    fence_async_shared()
+    group_barrier()
+    return terms.index(0), terms.index(1), unit
+
+
+@gluon.jit
 def convert(count, stage, phase, rings, S):
     """Turn values that have come into half precision and pass them on: those of the block whose
     stage is so many before `stage` in the ring."""
@@ -86,11 +108,12 @@ def convert(count, stage, phase, rings, S):
 @gluon.jit
 def convert_late(pending, stage, phase, rings, S):
     """Convert the oldest of the pending blocks, the newest of which has taken `stage`, where there
-    are more than PENDING; returns how many are left."""
-    gl.static_assert(S.STAGES > PENDING)
-    if pending > PENDING:
-        async_copy.wait_group(PENDING)
-        convert(PENDING, stage, phase, rings, S)
+    are too many; returns how many are left."""
+    MOST: gl.constexpr = most_pending(S.HEAD_DIM)
+    gl.static_assert(S.STAGES > MOST)
+    if pending > MOST:
+        async_copy.wait_group(MOST)
+        convert(MOST, stage, phase, rings, S)
         pending -= 1
     return pending
 

@@ -43,7 +43,7 @@ def copy_block(
     async_load(rings.keys.index(stage), p_keys)
     if S.HEAD_DIM > 128 or S.NARROW:
         async_copy.mbarrier_arrive(rings.k_full.index(stage), increment_count=False)
-    if S.HEAD_DIM > 128:
+    if S.HEAD_DIM > 128 and not S.NARROW:
         mbarrier.wait(rings.free.index(stage), phase ^ 1)
     async_load(rings.kv.index(2 * stage), p_v + to_v[:, None] + offs_d[None, :], mask=ok[:, None])
     if S.NARROW:

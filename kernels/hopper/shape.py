@@ -67,12 +67,13 @@ class Shape:
 
 @aggregate
 class Rings:
-    """Shared memory: q [2, 64, D], kv [2 * STAGES, 64, D] with V in even and K in odd buffers; v:
-    the same buffers, or of a narrow KV cache its V in half precision, [STAGES, 64, D]; in v, up to
-    head dim 128, zeros in one more; keys int32 [STAGES, 64]; and mbarriers: what they guard is
-    there (full) or may be overwritten (free). full and free are those of values, k_full and k_free
-    those of keys: the same but for head dim 256, whose two stages pass K on by itself, and for a
-    narrow KV cache, where full and free are of converted values.
+    """Shared memory: q [2, 64, D], which of head dim 256 and a narrow KV cache two terms take over;
+    kv [2 * STAGES, 64, D] with V in even and K in odd buffers; v: the same buffers, or of a narrow
+    KV cache its V in half precision, [STAGES, 64, D]; in v, up to head dim 128, zeros in one more;
+    keys int32 [STAGES, 64]; and mbarriers: what they guard is there (full) or may be overwritten
+    (free). full and free are those of values, k_full and k_free those of keys: the same but for
+    head dim 256, whose two stages pass K on by itself, and for a narrow KV cache, where full and
+    free are of converted values.
     tainted int32 [2, 128]: what the threads of each warpgroup found, `shown` by both (cleaning.py)
 
     Barriers of one allocation would be kept apart by a barrier of all four warps between any two

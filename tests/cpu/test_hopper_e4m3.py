@@ -25,7 +25,8 @@ from tests.support.poison import POISONS, assert_contained, forest, poisoned
 from tests.support.problems import E4M3, assert_attention
 from tests.support.sinks import sinks_of
 
-HEADS = (BITS, RANGES, HeadConfig(7, 1, 128), HeadConfig(16, 1, 128))
+WIDE = HeadConfig(6, 2, 256)  # whose queries stay in shared memory, as two terms
+HEADS = (BITS, RANGES, HeadConfig(7, 1, 128), HeadConfig(16, 1, 128), WIDE)
 SOME_SLOW = (BITS, *(pytest.param(heads, marks=pytest.mark.slow) for heads in HEADS[1:]))
 
 
@@ -64,7 +65,7 @@ def test_growth():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("heads", HEADS[:3], ids=str)
+@pytest.mark.parametrize("heads", (*HEADS[:3], WIDE), ids=str)
 @pytest.mark.parametrize("name", ["private V", "private K", "K of the root"])
 def test_a_nan_stays_with_its_requests(name, heads):
     problem = narrow(heads)
@@ -116,6 +117,9 @@ SCORES = {
         "consume", "s = warpgroup_mma(low, k, z, use_acc=False, is_async=True)", "s = z",
     ),
     "scores in other units": ("two_terms", "gl.convert_layout(unit, ROWS)", "unit * 2"),
+    "queries of one term, twice": (
+        "terms_in_place", "terms.index(1).store(low)", "terms.index(1).store(high)",
+    ),
     "values without their scale": ("consume", "acc = acc * v_scale", "acc = acc"),
     "values of the block before": (
         "convert", "rings.kv.index(2 * stage).slice", "rings.kv.index(0).slice",
@@ -125,7 +129,7 @@ SCORES = {
 
 @pytest.mark.parametrize("fault", SCORES)
 def test_wrong_products_are_found(fault):
-    problem = narrow(RANGES)
+    problem = narrow(WIDE if SCORES[fault][0] == "terms_in_place" else RANGES)
     plan = plans_of(problem)[0]
     with pytest.raises(AssertionError):
         assert_attention(problem, *attend(problem, plan, [SCORES[fault]]))
@@ -153,9 +157,17 @@ NOT_WAITED_FOR = {
         ("produce", "must_run_again(rings, S.PRODUCER_WARPS) != 0", "False"),
     ],
     "the conversion of values that copies overwrite": [
-        ("convert_late", "pending > PENDING", "pending > S.STAGES"),
-        ("convert_late", "convert(PENDING", "convert(S.STAGES"),
+        ("convert_late", "pending > MOST", "pending > S.STAGES"),
+        ("convert_late", "convert(MOST", "convert(S.STAGES"),
     ],
+}
+NOT_WAITED_FOR |= {
+    f"{what}, head dim 256": [
+        (where, text.replace("warpgroup_mma_wait(1", "warpgroup_mma_wait(0"), other.replace(
+            "warpgroup_mma_wait(1", "warpgroup_mma_wait(0"))
+        for where, text, other in faults
+    ]
+    for what, faults in NOT_WAITED_FOR.items()
 }  # fmt: skip
 
 
@@ -164,7 +176,7 @@ NOT_WAITED_FOR = {
 def test_what_must_be_waited_for_is(what, monkeypatch):
     """Of tiles of two warpgroups that take their turns, one of which is late."""
     monkeypatch.setattr(emulated_gluon, "LONGEST_WAIT_S", 3)  # some turns then never come
-    problem = narrow(RANGES)
+    problem = narrow(WIDE if "256" in what else RANGES)
     plan = plans_of(problem)[0]
     with pytest.raises(AssertionError):
         assert_attention(problem, *attend(problem, plan, NOT_WAITED_FOR[what]))
@@ -192,9 +204,9 @@ def test_a_fault_of_the_second_run_is_found(fault):
 
 WAITS = {
     "queries before the blocks of items before": [
-        ("convert_late", "pending > PENDING", "pending > 3"),
-        ("convert_late", "wait_group(PENDING)", "wait_group(3)"),
-        ("convert_late", "convert(PENDING", "convert(3"),
+        ("convert_late", "pending > MOST", "pending > MOST + 1"),
+        ("convert_late", "wait_group(MOST)", "wait_group(MOST + 1)"),
+        ("convert_late", "convert(MOST", "convert(MOST + 1"),
     ],
     "blocks that are never passed on": [("convert_rest", "while pending > 0", "while pending > 1")],
     "values that wait for their own place": [
@@ -207,19 +219,21 @@ WAITS = {
 SHORT = path_table([], [-1] * 80, [5] * 80)
 
 
-def test_many_short_items():
-    problem = narrow(HeadConfig(16, 1, 64), SHORT)
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_many_short_items(head_dim):
+    problem = narrow(HeadConfig(16, 1, head_dim), SHORT)
     plan = Planner(problem.heads, num_sms=CTAS, headroom=3).plan(SHORT)
     assert int(plan.words[W.H_NUM_ITEMS]) >= 3 * CTAS
     assert_attention(problem, *attend(problem, plan))
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("fault", WAITS)
-def test_a_producer_that_waits_for_itself_is_found(fault, monkeypatch):
+def test_a_producer_that_waits_for_itself_is_found(fault, head_dim, monkeypatch):
     monkeypatch.setattr(emulated_gluon, "LONGEST_WAIT_S", 3)
     short = fault == "queries before the blocks of items before"
-    problem = narrow(HeadConfig(16, 1, 64), SHORT if short else forest(1500))
+    problem = narrow(HeadConfig(16, 1, head_dim), SHORT if short else forest(1500))
     plan = Planner(problem.heads, num_sms=CTAS, headroom=3).plan(problem.paths)
     with pytest.raises(AssertionError, match="never passed"):
         attend(problem, plan, WAITS[fault])

@@ -88,6 +88,9 @@ class Shared:
     def slice(self, start, length):
         return Shared(self.memory[start : start + length])
 
+    def _reinterpret(self, dtype, shape, _):
+        return Shared(self.memory.view(-1).view(dtype).view(shape))
+
     def permute(self, order):
         return Shared(self.memory.permute(order))
 
