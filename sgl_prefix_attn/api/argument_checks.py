@@ -53,7 +53,9 @@ def layer_arguments(
         there = f"cuda:0 to cuda:{count - 1}" if count else "no CUDA GPU"
         must = f"be 'cpu' or what torch {torch.__version__} sees, {there}"
         raise refused("device", must, repr(str(found)))
-    if found.type == "cuda" and found.index is None:
+    if found.type == "cpu":
+        found = torch.device("cpu")  # as tensors on any "cpu:N" name it
+    elif found.index is None:
         found = torch.device("cuda", torch.cuda.current_device())
     return found, scale, soft_cap
 

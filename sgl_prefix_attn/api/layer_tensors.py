@@ -83,9 +83,31 @@ def run_tensors(
             raise refused(name, must, f"strides {given.stride()}")
         if name == "out" and batch > 1 and given.stride(0) < num_heads * heads.head_dim:
             raise refused(name, "have rows that do not overlap", f"strides {given.stride()}")
-        if name == "out" and batch > 0 and given.data_ptr() == q.data_ptr():
-            # kernels may read queries again behind the first outputs
-            raise refused(name, "have memory of its own", "that of q")
+    if out is not None:
+        # kernels may read any of these again behind the first outputs
+        for name, read in (("q", q), ("kv_cache[0]", k_cache), ("kv_cache[1]", v_cache)):
+            if _overlap(out, read):
+                raise refused("out", "have memory of its own", f"some of {name}'s")
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether rows [n, heads, head_dim], each dense, of two tensors have bytes in common;
+    rows of different strides have where one begins before the other ends."""
+    if not (one.numel() and other.numel()):
+        return False
+    begin, end = one.data_ptr(), one.data_ptr() + _bytes_to_end(one)
+    if other.data_ptr() >= end or begin >= other.data_ptr() + _bytes_to_end(other):
+        return False
+    steps = {x.stride(0) * x.element_size() for x in (one, other) if x.shape[0] > 1}
+    if len(steps) != 1 or 0 in steps:
+        return True
+    step = steps.pop()
+    apart = (other.data_ptr() - begin) % step
+    return apart < one[0].nbytes or apart + other[0].nbytes > step
+
+
+def _bytes_to_end(rows: torch.Tensor) -> int:
+    return (rows.shape[0] - 1) * rows.stride(0) * rows.element_size() + rows[0].nbytes
 
 
 def head_sinks(sinks, num_qo_heads: int, device: torch.device) -> None:

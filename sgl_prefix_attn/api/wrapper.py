@@ -1,6 +1,5 @@
 """The library API: prefix-aware attention in plan/run manner, without SGLang."""
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
@@ -143,7 +142,7 @@ class PrefixAttentionWrapper:
 
         Raises RuntimeError when the plan's headroom is full or it has query_lens: plan again.
         ValueError naming out_cache_loc for a wrong shape or dtype and, where it is in host memory,
-        a negative slot.
+        a negative slot. One that run()'s caches do not have is refused there, until a new plan.
         """
         plan = self._planned()
         if self._query_lens is not None:
@@ -185,8 +184,10 @@ class PrefixAttentionWrapper:
         k_scale, which is positive, and v_scale are what the elements of caches of another dtype are
         multiplied by. No gradients are computed. With Hopper's kernels no other wrapper may run on
         the GPU at the same time.
-        Returns out [Q, Hq, D] (the given one, if given, which is not q) and, with return_lse, an
-        Lse [Q, Hq].
+        Rows of q, caches and out begin at multiples of 16 bytes. A value that a request sees and
+        that is no finite number makes its results of all heads over that KV head NaN, the LSE, too.
+        Returns out [Q, Hq, D] (the given one, if given, which shares no memory with q or caches)
+        and, with return_lse, an Lse [Q, Hq].
         Raises ValueError naming the argument for shapes, dtypes or devices that do not fit the
         plan, RuntimeError before plan().
         """
@@ -279,6 +280,6 @@ class PrefixAttentionWrapper:
         return used, torch.arange(len(pool), device=self.device)
 
     def _on_device(self):
-        """Make the wrapper's GPU the current one: kernels are launched there."""
-        is_cpu = self.device.type == "cpu"
-        return contextlib.nullcontext() if is_cpu else torch.cuda.device(self.device)
+        """Make the wrapper's GPU the current one: kernels are launched there. Of a CPU, make it the
+        default device: what stands for kernels makes tensors."""
+        return self.device if self.device.type == "cpu" else torch.cuda.device(self.device)

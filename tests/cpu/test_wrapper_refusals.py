@@ -12,7 +12,7 @@ from sgl_prefix_attn import PrefixAttentionWrapper
 from sgl_prefix_attn.records import HeadConfig
 from tests.support.forests import path_table
 from tests.support.problems import assert_attention, make_problem
-from tests.support.running import planned_wrapper, wrapper
+from tests.support.running import plan_wrapper, planned_wrapper, wrapper
 
 HEADS = HeadConfig(8, 2, 32)
 
@@ -246,14 +246,39 @@ def test_run_refuses(name, change, message):
         made.run(**arguments)
 
 
-def test_outputs_do_not_take_the_place_of_queries():
+def test_outputs_have_memory_of_their_own():
     problem = make_problem(path_table([(-1, 20)], [0, 0], [3, 4]), HEADS)
     made = planned_wrapper(problem)
     arguments = run_arguments(problem)
-    with refused("out must have memory of its own, got that of q"):
-        made.run(**arguments | {"out": problem.q})
+    q, (k, v) = problem.q, arguments["kv_cache"]
+    row = q[0].numel()
+    longer = torch.cat([q, q, q]).flatten()
+    for start in (0, row, row // 2, 2 * row - 8):  # a row later, half a row, a few elements
+        shifted = longer[start:][: q.numel()].view_as(q)
+        with refused("out must have memory of its own, got some of q's"):
+            made.run(**arguments | {"q": longer[row:][: q.numel()].view_as(q), "out": shifted})
+    pages = v.flatten()[: q.numel()].view_as(q)
+    with refused(r"out must have memory of its own, got some of kv_cache\[1\]'s"):
+        made.run(**arguments | {"out": pages, "kv_cache": (k, v)})
+    with refused("out must have memory of its own"):  # rows of another stride
+        made.run(**arguments | {"q": longer[: 2 * row * 2].view(2, 2, *q.shape[1:])[:, 0],
+                                "out": longer[row:][: q.numel()].view_as(q)})  # fmt: skip
+    want = made.run(**arguments)
     both = torch.stack([problem.q, arguments["out"]], dim=1)
-    made.run(**arguments | {"q": both[:, 0], "out": both[:, 1]})
+    for one, other in ((0, 1), (1, 0)):
+        both[:, one] = problem.q
+        assert torch.equal(made.run(**arguments | {"q": both[:, one], "out": both[:, other]}), want)
+    joined = longer[: 2 * q.numel()].view(2, *q.shape)
+    assert torch.equal(made.run(**arguments | {"q": joined[0], "out": joined[1]}), want)
+
+
+def test_a_numbered_cpu_is_the_cpu():
+    problem = make_problem(path_table([(-1, 20)], [0, 0], [3, 4]), HEADS)
+    made = wrapper(problem.heads, problem.dtype, "cpu:1")
+    plan_wrapper(made, problem)
+    want, arguments = made.run(problem.q, (problem.k, problem.v)), run_arguments(problem)
+    with torch.device("meta"):  # nor does it matter where new tensors are made
+        assert torch.equal(made.run(**arguments), want)
 
 
 @pytest.mark.parametrize(
