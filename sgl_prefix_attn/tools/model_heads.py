@@ -89,8 +89,23 @@ def _read(path: Path) -> tuple[Path, dict[str, Any]]:
     if not isinstance(config, dict):
         raise ValueError(f"--model: {file} is no JSON object")
     if isinstance(config.get("text_config"), dict):
-        config = config["text_config"]  # a multimodal model's language part
-    return file, config
+        # a multimodal model's language part; how it is quantized the whole says
+        config = {"quantization_config": config.get("quantization_config"), **config["text_config"]}
+    return file, _with_defaults(config)
+
+
+def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """Fill in what the config of a multimodal model may leave to its language model's defaults, for
+    which there must be transformers, and know the model."""
+    if all(config.get(name) is not None for name in ("num_attention_heads", "vocab_size")):
+        return config
+    try:
+        from transformers import CONFIG_MAPPING
+
+        defaults = CONFIG_MAPPING[str(config["model_type"])]().to_dict()
+    except Exception:  # what is missing is named by who needs it
+        return config
+    return defaults | config
 
 
 # As models call them; SGLang looks for these, too.

@@ -369,17 +369,44 @@ def test_costs_of_a_model():
         "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
     }  # fmt: skip
     model = model_of(config, LLAMA, 1)
-    assert model.weights == pytest.approx(8.03e9 - 128256 * 4096, rel=2e-3)  # less the embedding
+    # less the embedding, two bytes each
+    assert model.weights == pytest.approx(2 * (8.03e9 - 128256 * 4096), rel=2e-3)
     assert model_of(None, LLAMA, 1).weights == pytest.approx(model.weights, rel=2e-3)
-    assert model.kv_bytes == 131072 and model.active == model.weights
+    assert model.kv_bytes == 131072 and 2 * model.active == model.weights
     half = model_of(config, HeadConfig(16, 4, 128), 2)
     assert half.weights == model.weights / 2 and half.kv_bytes == model.kv_bytes / 2
     experts = config | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1000}
     many = model_of(experts, LLAMA, 1)
     per_expert = 32 * 3 * 4096 * 1000
-    assert many.weights - many.active == 6 * per_expert
+    assert many.weights / 2 - many.active == 6 * per_expert
     with pytest.raises(ValueError, match="vocab_size must be a positive integer, got None"):
         model_of({k: v for k, v in config.items() if k != "vocab_size"}, LLAMA, 1)
+
+
+@pytest.mark.parametrize(
+    ("said", "size"),
+    [
+        (None, 2),
+        ({}, 2),
+        ({"quant_method": "something new", "config_groups": [3]}, 2),
+        ({"quant_method": "fp8"}, 1),
+        ({"quant_method": "gptq", "bits": 4}, 0.5),
+        ({"quant_method": "awq", "w_bit": 4}, 0.5),
+        ({"quant_method": "mxfp4"}, 4.25 / 8),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4.5 / 8),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 0.5),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": True}, 1),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights":
+            {"num_bits": 8}}, "group_1": {"weights": None}}}, 1),
+    ],
+)  # fmt: skip
+def test_quantized_weights_are_read_as_they_are(said, size):
+    config = {
+        "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 1000,
+        "quantization_config": said,
+    }  # fmt: skip
+    layers = 2 * (2 * 64 * 128 * (32 + 8) + 3 * 64 * 128)
+    assert model_of(config, LLAMA, 1).weights == size * layers + 2 * 64 * 1000
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, None])

@@ -69,7 +69,7 @@ def test_every_import_is_of_a_declared_package():
     assert {"torch", "numba", "packaging"} <= imported
     text = (ROOT / "pyproject.toml").read_text()
     declared = re.findall(r'"([\w-]+)', text.partition("\ndependencies = [")[2].partition("\n]")[0])
-    optional = {"sglang", "sgl_kernel", "flashinfer", "matplotlib", "zstandard"}
+    optional = {"sglang", "sgl_kernel", "flashinfer", "matplotlib", "zstandard", "transformers"}
     optional.add("compression")  # of Python, from 3.14 on
     assert imported <= {*sys.stdlib_module_names, *declared, *optional, "sgl_prefix_attn"}
 

@@ -9,7 +9,7 @@ multiplies, at a share of the data sheet's rate.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,14 +24,16 @@ POOL_SHARE = 0.86  # of the GPU's memory that SGLang gives to weights and KV
 # How long FlashInfer's prefill takes for cached tokens beside FlashAttention 3's, SGLang's default
 # on Hopper: the rows of eval/results/multi_token_h200.json in which a request fills a tile.
 FLASHINFER_CACHED = 1.8
-BYTES = 2  # of a weight, and of an element of KV
+BYTES = 2  # of an element of KV, and of a weight that is not quantized
+# Bits of a weight, with its scales, by quantization methods, or algorithms, that name none.
+_BITS = {"fp8": 8.0, "fbgemm_fp8": 8.0, "mxfp4": 4.25, "nvfp4": 4.5}
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")  # as models call them
 
 
 @dataclass(frozen=True)
 class Model:
-    """One tensor-parallel rank's part. weights: that a decode step reads; active: that a token is
-    multiplied with, fewer where there are experts."""
+    """One tensor-parallel rank's part. weights: bytes that a decode step reads; active: weights
+    that a token is multiplied with, fewer where there are experts."""
 
     layers: int
     heads: HeadConfig
@@ -51,7 +53,7 @@ def model_of(config: Mapping[str, Any] | None, heads: HeadConfig, tp: int) -> Mo
     Raises ValueError naming a field that is no size.
     """
     if config is None:
-        return Model(32, heads, weights=7.5e9 / tp, active=7.5e9 / tp)
+        return Model(32, heads, weights=BYTES * 7.5e9 / tp, active=7.5e9 / tp)
 
     def of(name: str) -> int:
         return size(name, config.get(name))
@@ -68,9 +70,36 @@ def model_of(config: Mapping[str, Any] | None, heads: HeadConfig, tp: int) -> Mo
     return Model(
         layers=layers,
         heads=heads,
-        weights=(layers * (attention + experts * product) + rest) / tp,
+        weights=(_weight_bytes(config) * layers * (attention + experts * product) + BYTES * rest)
+        / tp,
         active=(layers * (attention + min(chosen, experts) * product) + rest) / tp,
     )
+
+
+def _weight_bytes(config: Mapping[str, Any]) -> float:
+    """Return the bytes of a layer's weight: what quantization_config says, of several the fewest;
+    BYTES where it says nothing that is known here."""
+    said = config.get("quantization_config")
+    if not isinstance(said, Mapping):
+        return BYTES
+    bits: list[Any] = [
+        said.get("bits"),
+        said.get("w_bit"),
+        4 if said.get("load_in_4bit") else None,
+        8 if said.get("load_in_8bit") else None,
+        *(_BITS.get(str(said.get(name)).lower()) for name in ("quant_method", "quant_algo")),
+        *_group_bits(said.get("config_groups")),
+    ]
+    known = [x / 8 for x in bits if type(x) in (int, float) and 0 < x <= 8 * BYTES]
+    return min(known, default=BYTES)
+
+
+def _group_bits(groups: Any) -> Iterator[Any]:
+    """What compressed-tensors says of each group of layers."""
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(weights, Mapping):
+            yield weights.get("num_bits")
 
 
 def costs(
@@ -92,16 +121,16 @@ def costs(
     Raises ValueError where there is no room for KV.
     """
     if kv_tokens is None:
-        kv_tokens = int((POOL_SHARE * gpu.memory - BYTES * model.weights) / model.kv_bytes)
+        kv_tokens = int((POOL_SHARE * gpu.memory - model.weights) / model.kv_bytes)
         if kv_tokens < 1:
             raise ValueError(
-                f"{BYTES * model.weights / 1e9:.0f} GB of weights leave no room for KV on a GPU of "
+                f"{model.weights / 1e9:.0f} GB of weights leave no room for KV on a GPU of "
                 f"{gpu.memory / 1e9:.0f} GB: raise --tp, or give --kv-tokens"
             )
     rate = PREFILL_SHARE * gpu.flops
     token_pair = 4.0 * model.layers * model.heads.num_qo_heads * model.heads.head_dim / rate
     return Costs(
-        step=BYTES * model.weights / bandwidth + STEP if step is None else step,
+        step=model.weights / bandwidth + STEP if step is None else step,
         request=REQUEST if step is None else 0.0,
         token=2 * model.active / rate,
         token_pair=token_pair,
