@@ -134,6 +134,22 @@ def test_n_samples_are_n_requests():
     assert trace.blocks.size == 1
 
 
+def test_most_requests_are_like_the_first():
+    first = generic(prompt=[1, 2])
+    later = [generic(prompt=[1, 2], arrival=i) for i in range(2)]
+    assert read(first, first, *later).bad == 2
+    with pytest.raises(
+        ValueError, match="2 requests have a prompt and an arrival, 1 like the first"
+    ):
+        read(first, *later)
+
+
+def test_events_without_a_time_before_them_are_passed_over():
+    line = logged_json({"text": "1"}).partition(b"] ")[2]
+    found = read(line.replace(b"request.finished", b"request.received"), line)
+    assert found.bad == 0 and found.trace.size == 1
+
+
 def test_a_request_without_arrival_is_left_out():
     timed = [generic(prompt=[i], arrival=100 * i) for i in range(1, 4)]
     found = read(*timed, generic(prompt=[9]))
@@ -179,6 +195,34 @@ def test_a_prompt_that_the_log_cuts_shares_its_beginning(line):
     assert (
         found.trace.num_blocks.tolist() == [blocks, blocks] and shared(found.trace, 0, 1) == blocks
     )
+
+
+@pytest.mark.parametrize("characters", [2, 3, 4, 4.5, 7])
+@pytest.mark.parametrize("options", [Options(), Options(words=True)], ids=["characters", "words"])
+def test_what_a_log_s_prompts_share_hangs_on_no_guess_of_their_tokens(characters, options):
+    """4000 tokens that all share, and 400 of each request's own, at its end."""
+    rng = np.random.default_rng(0)
+
+    def words(tokens):
+        return "".join(f"{word:04x} " for word in rng.integers(1 << 16, size=int(tokens)))
+
+    size = 5 if options.words else 1  # words are of five characters here
+    count = characters * size / 5
+    common = words(4000 * count)
+    lines = [logged_json({"text": common + words(400 * count)}, tokens=4400) for _ in range(100)]
+    trace = trace_file.read(lines, options).trace
+    assert set(trace.prompt.tolist()) <= set(range(4390, 4410))
+    assert all(abs(shared(trace, 0, i) - 4000 // 32) <= 2 for i in range(1, 100))
+
+
+def test_texts_and_token_ids_of_one_log():
+    text = "".join(map(str, range(4000)))
+    lines = [logged_json({"text": text}, tokens=len(text) // 2)] * 2
+    lines += [logged_json({"input_ids": [*range(96)]}, tokens=96)] * 2
+    found = trace_file.read(lines)
+    assert found.trace.prompt.tolist() == [len(text) // 2] * 2 + [96] * 2
+    assert shared(found.trace, 2, 3) == 3 and shared(found.trace, 0, 2) == 0
+    assert found.notes == ("2.00 characters of text for a token, as the log counts them",)
 
 
 def test_other_lines_of_a_log_are_passed_over():

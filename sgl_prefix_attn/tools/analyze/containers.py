@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import re
@@ -31,9 +32,10 @@ def unpacked(lines: Iterable[bytes]) -> Iterator[Any]:
 
     The first line that is not empty says which it is. Raises ValueError for a list that is no JSON.
     """
-    lines, head = iter(lines), []
+    lines = iter(lines)
+    head: list[bytes] = []
     for line in lines:
-        head.append(line)
+        head.append(line if head else line.removeprefix(codecs.BOM_UTF8))
         if not line.isspace():
             break
     lines = chain(head, lines)

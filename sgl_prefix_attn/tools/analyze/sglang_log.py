@@ -57,6 +57,12 @@ def is_finished(line: bytes) -> bool:
     return (is_text or b'"request.finished"' in head) and not _PROBE.search(head)
 
 
+def is_other_event(line: bytes) -> bool:
+    """Tell whether a line is JSON about a request that has not finished, or that nobody asked for,
+    as it stands without the time before it."""
+    return b'"event":"request.' in line[:600].replace(b" ", b"") and not is_finished(line)
+
+
 def parse(line: bytes) -> Logged | None:
     """Read a line; None where it is not about a finished request. Raises ValueError that says what
     it lacks."""

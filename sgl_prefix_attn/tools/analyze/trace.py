@@ -23,6 +23,7 @@ class Request:
     prompt, output  tokens
     content  uint [...]  equal where the prompts are: `per_token` numbers for each token; with None
              a hash id for each block, whose size the line does not say
+    is_counted  whether a server counted the tokens of a text, and per_token is only a guess
     samples  requests that share the prompt (n > 1)
     is_cut   whether `content` ends before the prompt does
     """
@@ -31,9 +32,10 @@ class Request:
     prompt: int
     output: int
     content: np.ndarray
-    per_token: int | None
+    per_token: float | None
     samples: int = 1
     is_cut: bool = False
+    is_counted: bool = False
 
     def __post_init__(self):
         if self.prompt < 1 or self.output < 1:
@@ -107,6 +109,8 @@ class TraceBuilder:
     def __init__(self):
         self._rows, self._blocks = bytearray(), array("Q")
         self._first: Request | None = None
+        self._unlike: Request | None = None
+        self._num_unlike = 0
 
     @property
     def is_empty(self) -> bool:
@@ -117,10 +121,11 @@ class TraceBuilder:
         arrival, where that has none, and the reverse."""
         self._first = self._first or request
         if request.kind != self._first.kind:
+            self._unlike, self._num_unlike = request, self._num_unlike + 1
             raise ValueError(f"it has {request.kind}, the first {self._first.kind}")
         blocks = request.content.astype(np.uint64)
         if request.per_token is not None:
-            per_block = BLOCK * request.per_token
+            per_block = round(BLOCK * request.per_token)
             if request.is_cut:  # within a block, perhaps
                 blocks = blocks[: blocks.size // per_block * per_block]
             blocks = block_names(blocks, per_block, request.prompt, BLOCK)
@@ -131,10 +136,15 @@ class TraceBuilder:
     def finish(self) -> tuple[Trace, list[str]]:
         """Return what was collected, and what there is to know about it: the size of blocks with
         hash ids, and how many requests do not have it. Raises ValueError where there is no request,
-        and where no such size can be inferred."""
+        where most are unlike the first, and where no such size can be inferred."""
         if self._first is None:
             raise ValueError("it holds no request")
         rows, blocks = np.frombuffer(self._rows, _ROW), np.frombuffer(self._blocks, np.uint64)
+        if self._unlike is not None and self._num_unlike > len(rows):
+            raise ValueError(
+                f"{self._num_unlike:,} requests have {self._unlike.kind}, {len(rows):,} like the "
+                f"first {self._first.kind}: leave those out"
+            )
         notes: list[str] = []
         block_tokens = self._first.block_tokens
         if block_tokens is None:

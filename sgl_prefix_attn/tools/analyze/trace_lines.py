@@ -53,6 +53,7 @@ def parse(line: bytes | Any, options: Options = DEFAULTS) -> Request:
             logged.output,
             *_content(logged.prompt, options),
             is_cut=logged.is_cut,
+            is_counted=isinstance(logged.prompt, str),
         )
     try:
         return _parse_row(orjson.loads(line), options)
@@ -95,7 +96,7 @@ def _chat(row: Row, messages: Any, options: Options) -> Request:
         raise ValueError(
             "its messages are not roles and text (of an image no token count is known)"
         ) from None
-    answer = turns.pop()[1] if turns and turns[-1][0] == "assistant" else None
+    answer = turns.pop()[1] or None if turns and turns[-1][0] == "assistant" else None
     prompt += "".join(f"{role}\n{text}\n" for role, text in turns)
     return _prompted(row, prompt, options, answer)
 
