@@ -91,6 +91,8 @@ def main(argv: list[str]) -> int:
         stale = blocks.stale()
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    except KeyError as error:
+        parser.error(f"a row of a result file has no {error}")
     for page, text in stale:
         if args.check:
             print(f"{page} is not what the result files say: run python -m eval.report")

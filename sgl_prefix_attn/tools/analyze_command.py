@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rich.console import Console
-
 from sgl_prefix_attn.tools.argument_types import amount, count
 from sgl_prefix_attn.tools.model_heads import add_heads, chosen_heads
 from sgl_prefix_attn.tools.named_gpus import GPUS, add_server, server_on
-from sgl_prefix_attn.tools.output import progress
+from sgl_prefix_attn.tools.output import progress, text_console
 
 TIME_UNITS = {"milliseconds": 1e-3, "seconds": 1.0}
 
@@ -65,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     from sgl_prefix_attn.tools.analyze.simulation import simulate
     from sgl_prefix_attn.tools.analyze.trace_lines import Options
 
-    console, gpu = Console(highlight=False, soft_wrap=True), GPUS[args.gpu]
+    console, gpu = text_console(), GPUS[args.gpu]
     config, heads = chosen_heads(args)
     try:
         model = model_costs.model_of(config, heads, args.tp)

@@ -17,6 +17,7 @@ from sgl_prefix_attn.tools.argument_types import count, seed
 from sgl_prefix_attn.tools.exit_status import FAILED
 from sgl_prefix_attn.tools.model_heads import add_heads, chosen_heads
 from sgl_prefix_attn.tools.named_gpus import add_kernels, family_on
+from sgl_prefix_attn.tools.output import text_console
 
 if TYPE_CHECKING:
     from sgl_prefix_attn.predict.record import CalibrationKey
@@ -98,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--out: {path} is a folder")
     with writing(path):
         try_folder(path)
-    console = Console(soft_wrap=True, highlight=False)
+    console = text_console()
     console.print(f"{gpu.name}, {heads}, KV of {kv_dtype}, pages of {args.page_size}")
     console.print(f"stock: SGLang's {args.fallback}; prefix: {family}")
     try:

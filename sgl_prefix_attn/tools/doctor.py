@@ -103,7 +103,8 @@ def check_model(folder: Path, tp: int, gpu: str) -> Check:
 
     found = outlook(folder, tp)
     if found.unread:
-        return Check("model", FAIL, found.unread, "correct what the error names in its config.json")
+        fix = "correct what the error names in its config.json, or ask where its server will run"
+        return Check("model", FAIL, found.unread, fix)
     if found.refused:
         return Check("model", FAIL, found.refused, "serve it without --attention-backend prefix")
     backend = (gpu and sglangs_choice(folder, tp)) or "choice for the server's GPU"

@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         status = args.run(args)
-        sys.stdout.flush()
+        print(end="", flush=True)  # stdout may be closed
         return status
     except KeyboardInterrupt:
         problem, status = "interrupted", INTERRUPTED

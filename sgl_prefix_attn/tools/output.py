@@ -16,7 +16,14 @@ def table_console(most: int = UNFOLDED) -> Console:
     pipe it has `most`, where UNFOLDED folds nothing."""
     console = Console(highlight=False)
     fits = sys.stdout.isatty() or "COLUMNS" in os.environ
-    console.width = min(console.width, most) if fits else most
+    console.width = min(console.width or most, most) if fits else most  # COLUMNS may be 0
+    return console
+
+
+def text_console() -> Console:
+    """Return a console that leaves folding lines to the terminal."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.width = console.width or UNFOLDED
     return console
 
 
