@@ -314,6 +314,12 @@ def test_lines_are_folded_for_terminals_alone(monkeypatch, capsys):
     assert max(map(len, capsys.readouterr().out.splitlines())) > 80
 
 
+def test_a_terminal_of_no_columns_has_lines(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "0")
+    assert main.main(["explain", "1,2,6_1024,512,64"]) == 0
+    assert "node 0: 1024 tokens" in capsys.readouterr().out
+
+
 def test_an_interrupted_command_says_so(monkeypatch, capsys):
     monkeypatch.setattr(
         plan_spec, "read_spec", lambda spec: (_ for _ in ()).throw(KeyboardInterrupt)

@@ -501,6 +501,12 @@ def compressed(file, data):
         return read(*(line.rstrip(b"\n") for line in decompressed(opened)))
 
 
+def test_a_byte_order_mark_is_no_damage():
+    lines = [*hashed(64, (128, 2), (192, 3))]
+    found = read(b"\xef\xbb\xbf" + lines[0], *lines[1:])
+    assert found.bad == 0 and found.trace.size == 2
+
+
 def test_gzip_is_read_and_its_damage_is_named(tmp_path):
     data = b"\n".join(hashed(64, *[(64 * i, 2) for i in range(3, 90)]))
     packed = gzip.compress(data)
