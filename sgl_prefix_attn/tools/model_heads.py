@@ -95,17 +95,16 @@ def _read(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """Fill in what the config of a multimodal model may leave to its language model's defaults, for
-    which there must be transformers, and know the model."""
+    """Fill in what the config of a multimodal model may leave to its language model, as
+    transformers does, which must be there and know the model."""
     if all(config.get(name) is not None for name in ("num_attention_heads", "vocab_size")):
         return config
     try:
         from transformers import CONFIG_MAPPING
 
-        defaults = CONFIG_MAPPING[str(config["model_type"])]().to_dict()
+        return CONFIG_MAPPING[str(config["model_type"])].from_dict(config).to_dict() | config
     except Exception:  # what is missing is named by who needs it
         return config
-    return defaults | config
 
 
 # As models call them; SGLang looks for these, too.

@@ -36,6 +36,8 @@ CHATGLM = {"num_attention_heads": 32, "hidden_size": 4096}
         ({"text_config": LLAMA, "num_attention_heads": 3}, 1, (32, 8, 128)),
         # as gemma-3-4b-it's, which leaves its heads to their defaults
         ({"text_config": {"model_type": "gemma3_text", "hidden_size": 2560}}, 1, (8, 4, 256)),
+        # what follows from other fields does so where some are missing
+        (CHATGLM | {"model_type": "llama", "num_attention_heads": 64}, 1, (64, 64, 64)),
         (CHATGLM | {"multi_query_group_num": 2}, 1, (32, 2, 128)),
         (CHATGLM | {"multi_query": True}, 1, (32, 1, 128)),
         (LLAMA | {"time_step_limit": [0.0, float("inf")]}, 1, (32, 8, 128)),  # of Mamba layers

@@ -215,6 +215,14 @@ def test_what_a_log_s_prompts_share_hangs_on_no_guess_of_their_tokens(characters
     assert all(abs(shared(trace, 0, i) - 4000 // 32) <= 2 for i in range(1, 100))
 
 
+def test_texts_of_hardly_a_character_a_token():
+    """As where most of a prompt is an image; and of no word at all."""
+    few = trace_file.read([logged_json({"text": "what?"}, tokens=2000)] * 2)
+    assert few.bad == 0 and few.trace.prompt.tolist() == [2000] * 2 and shared(few.trace, 0, 1) == 5
+    none = trace_file.read([logged_json({"text": " "}, tokens=3)], Options(words=True))
+    assert none.trace.prompt.tolist() == [3] and not none.notes
+
+
 def test_texts_and_token_ids_of_one_log():
     text = "".join(map(str, range(4000)))
     lines = [logged_json({"text": text}, tokens=len(text) // 2)] * 2

@@ -15,7 +15,7 @@ MEASURED = 64  # requests of a log that tell the ratio
 def per_token(requests: Iterable[Request]) -> float | None:
     """Return how many characters, or words, of text the server counted as a token, None where no
     request tells."""
-    told = [x for x in requests if x.is_counted and not x.is_cut]
+    told = [x for x in requests if x.is_counted and not x.is_cut and x.content.size]
     if not told:
         return None
     return sum(x.content.size for x in told) / sum(x.prompt for x in told)

@@ -4,6 +4,7 @@ made of."""
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -109,8 +110,7 @@ class TraceBuilder:
     def __init__(self):
         self._rows, self._blocks = bytearray(), array("Q")
         self._first: Request | None = None
-        self._unlike: Request | None = None
-        self._num_unlike = 0
+        self._unlike: Counter[str] = Counter()  # kinds of requests that were refused
 
     @property
     def is_empty(self) -> bool:
@@ -121,11 +121,11 @@ class TraceBuilder:
         arrival, where that has none, and the reverse."""
         self._first = self._first or request
         if request.kind != self._first.kind:
-            self._unlike, self._num_unlike = request, self._num_unlike + 1
+            self._unlike[request.kind] += 1
             raise ValueError(f"it has {request.kind}, the first {self._first.kind}")
         blocks = request.content.astype(np.uint64)
         if request.per_token is not None:
-            per_block = round(BLOCK * request.per_token)
+            per_block = max(1, round(BLOCK * request.per_token))
             if request.is_cut:  # within a block, perhaps
                 blocks = blocks[: blocks.size // per_block * per_block]
             blocks = block_names(blocks, per_block, request.prompt, BLOCK)
@@ -140,9 +140,9 @@ class TraceBuilder:
         if self._first is None:
             raise ValueError("it holds no request")
         rows, blocks = np.frombuffer(self._rows, _ROW), np.frombuffer(self._blocks, np.uint64)
-        if self._unlike is not None and self._num_unlike > len(rows):
+        if (unlike := self._unlike.total()) > len(rows):
             raise ValueError(
-                f"{self._num_unlike:,} requests have {self._unlike.kind}, {len(rows):,} like the "
+                f"{unlike:,} requests have {' or '.join(self._unlike)}, {len(rows):,} like the "
                 f"first {self._first.kind}: leave those out"
             )
         notes: list[str] = []
