@@ -114,7 +114,7 @@ def produce_cleaned(
             k = rings.kv.index(2 * stage + 1)
             v = rings.kv.index(2 * stage)
             mbarrier.wait(rings.k_free.index(stage), phase ^ 1)
-            if S.HEAD_DIM > 128:
+            if S.HEAD_DIM > 128 and not S.NARROW:
                 mbarrier.wait(rings.free.index(stage), phase ^ 1)
             async_load(k, p_k + times(slot, stride_k)[:, None] + offs_d[None, :], mask=ok)
             async_load(v, p_v + times(slot, stride_v)[:, None] + offs_d[None, :], mask=ok)

@@ -44,17 +44,10 @@ def default_rates(
     calibration (store.find), whatever runs beside them; on a CPU those of an H100."""
     if device.type != "cuda":
         return rates_of(family, heads)()
-    return look_up(family, device, heads, kv_dtype, page_size).calibration.kernel_rates
+    key = gpu_key(family, device, heads, kv_dtype, page_size)
+    return look_up(key, device).calibration.kernel_rates
 
 
-def look_up(
-    family: str,
-    device: torch.device,
-    heads: HeadConfig,
-    kv_dtype: torch.dtype,
-    page_size: int,
-    fallback: str = FLASHINFER,
-) -> store.Found:
-    """Find what a server with such layers would decide by on a GPU, and log nothing."""
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return store.find(gpu_key(family, device, heads, kv_dtype, page_size, fallback), num_sms)
+def look_up(key: CalibrationKey, device: torch.device) -> store.Found:
+    """Find what a server would decide by on this GPU (gpu_key), and log nothing."""
+    return store.find(key, torch.cuda.get_device_properties(device).multi_processor_count)

@@ -99,7 +99,7 @@ def check_model(folder: Path, tp: int, gpu: str) -> Check:
 
     from sgl_prefix_attn.execute.backends.choice import why_no_backend, why_no_hopper
     from sgl_prefix_attn.plugin.model_outlook import fallback_of, outlook, sglangs_choice
-    from sgl_prefix_attn.predict.startup import look_up
+    from sgl_prefix_attn.predict.startup import gpu_key, look_up
 
     found = outlook(folder, tp)
     if found.unread:
@@ -124,7 +124,8 @@ def check_model(folder: Path, tp: int, gpu: str) -> Check:
         family = chosen_family(os.environ, why_no_hopper(*on_gpu)).name
     except ValueError as error:
         return Check("model", FAIL, str(error), "change or unset what is named here")
-    known = look_up(family, device, layers.heads, layers.kv_dtype, 1, beside.name)
+    key = gpu_key(family, device, layers.heads, layers.kv_dtype, 1, beside.name)
+    known = look_up(key, device)
     detail = f"{found.layers}; stock decode by SGLang's {beside}; {known.message}"
     if of_such_layers(known):
         return Check("model", OK, detail)

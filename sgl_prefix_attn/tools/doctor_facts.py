@@ -152,9 +152,10 @@ def _models(gpu: str) -> str:
 def _calibration(family: str) -> Any:
     import torch
 
-    from sgl_prefix_attn.predict.startup import look_up
+    from sgl_prefix_attn.predict.startup import gpu_key, look_up
 
-    return look_up(family, torch.device("cuda", 0), HEADS, torch.bfloat16, 1)
+    device = torch.device("cuda", 0)
+    return look_up(gpu_key(family, device, HEADS, torch.bfloat16, 1), device)
 
 
 def _no_hopper() -> str | None:

@@ -166,9 +166,8 @@ NOT_WAITED_FOR = {
 }
 NOT_WAITED_FOR |= {
     f"{what}, head dim 256": [
-        (where, text.replace("warpgroup_mma_wait(1", "warpgroup_mma_wait(0"), other.replace(
-            "warpgroup_mma_wait(1", "warpgroup_mma_wait(0"))
-        for where, text, other in faults
+        tuple(part.replace("warpgroup_mma_wait(1", "warpgroup_mma_wait(0") for part in fault)
+        for fault in faults
     ]
     for what, faults in NOT_WAITED_FOR.items()
 }  # fmt: skip

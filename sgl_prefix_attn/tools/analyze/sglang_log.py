@@ -23,6 +23,7 @@ import orjson
 _CUT = 1024  # what level 2 leaves of either end
 _STAMP = re.compile(rb"""[^{"]{0,300}?\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)[^\]]*\] ?""")
 _PROBE = re.compile(rb"""rid['"]?[=:] ?['"]HEALTH_CHECK_""")  # SGLang's own /health
+_EVENT = re.compile(rb'"event": ?"request\.')
 _STRING = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
 _PROMPT = re.compile(
     rf"[(,] ?text=(?P<text>None|{_STRING})(?P<text_cut> \.\.\. {_STRING})?, "
@@ -60,7 +61,7 @@ def is_finished(line: bytes) -> bool:
 def is_other_event(line: bytes) -> bool:
     """Tell whether a line is JSON about a request that has not finished, or that nobody asked for,
     as it stands without the time before it."""
-    return b'"event":"request.' in line[:600].replace(b" ", b"") and not is_finished(line)
+    return _EVENT.search(line, 0, 600) is not None and not is_finished(line)
 
 
 def parse(line: bytes) -> Logged | None:
