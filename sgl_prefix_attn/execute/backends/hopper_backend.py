@@ -24,9 +24,6 @@ from sgl_prefix_attn.kernels.hopper.build_options import (
 )
 from sgl_prefix_attn.records import HeadConfig
 
-# Over e4m3. Of 256 the kernel has been emulated and built, but no GPU has run it.
-_NARROW_DIMS = (64, 128)
-
 
 @dataclass(frozen=True)
 class HopperCapabilities(Capabilities):
@@ -38,8 +35,7 @@ class HopperCapabilities(Capabilities):
     ) -> str | None:
         if heads.head_dim not in CONFIGS:
             return f"head_dim:{heads.head_dim}"
-        narrow = heads.head_dim in _NARROW_DIMS and dtype == torch.bfloat16
-        if kv_dtype == NARROW_KV and not narrow:
+        if kv_dtype == NARROW_KV and dtype != torch.bfloat16:
             return kv_dtype_label(kv_dtype)
         return super().why_not(heads, dtype, kv_dtype)
 
