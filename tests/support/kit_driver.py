@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import math
 from types import SimpleNamespace
 
@@ -96,6 +97,7 @@ class _Graph:
         )
         self._step(fixture)
         torch.cuda.synchronize()
+        gc.collect()  # a graph of an earlier test, collected during a capture, breaks it
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             self._out = self._step(fixture)
