@@ -22,7 +22,8 @@ HEADS = (
     "kernel_h200_heads", "kernel_h200_64", "kernel_h200_pages", "kernel_h100_256",
     "kernel_h200_256",
 )  # fmt: skip
-E4M3 = ("kernel_h100_e4m3", "kernel_h100_e4m3_heads", "kernel_h200_e4m3")
+E4M3 = ("kernel_h100_e4m3", "kernel_h100_e4m3_heads", "kernel_h200_e4m3",
+        "kernel_h200_e4m3_256")  # fmt: skip
 INVARIANT = ("invariant_h100", "invariant_h200")
 LATENT = ("latent_h100", "latent_h200")
 LONG = ("kernel_h100_long", "kernel_h200_long")
@@ -106,7 +107,7 @@ def other_heads():
 
 
 @page_table(
-    "heads | GPU | commit | e4m3 over bf16 | of a tree | fastest peer / ours | "
+    "heads | head dim | GPU | commit | e4m3 over bf16 | of a tree | fastest peer / ours | "
     "errors: ours, FlashInfer's, FlashAttention 3's",
     *E4M3,
 )
@@ -114,19 +115,20 @@ def narrow_kv():
     """Time over caches of float8_e4m3fn in units of our own over bfloat16 ones, from tree to tree,
     and the fastest peer's over e4m3 caches in units of ours."""
     for name in E4M3:
-        by: dict[str, dict[str, dict]] = {}
-        for (heads, _, _, dtype), trees in over_floor.group(rows(name)).items():
-            by.setdefault(heads, {})[dtype] = trees
-        for heads, found in by.items():
+        by: dict[tuple[str, int], dict[str, dict]] = {}
+        for (heads, head_dim, _, dtype), trees in over_floor.group(rows(name)).items():
+            by.setdefault((heads, head_dim), {})[dtype] = trees
+        for shape, found in by.items():
             wide, narrow = found["bf16"], found["fp8_e4m3"]
-            times = [narrow[tree]["prefix"]["us"] / wide[tree]["prefix"]["us"] for tree in wide]
-            peers = [over_floor.ratio_to_peer(trees, "prefix") for trees in narrow.values()]
+            ours = next(p for p in ("prefix", "prefix:hopper") if p in next(iter(wide.values())))
+            times = [narrow[tree][ours]["us"] / wide[tree][ours]["us"] for tree in wide]
+            peers = [over_floor.ratio_to_peer(trees, ours) for trees in narrow.values()]
             errors = (
                 max(trees[p]["error"] for trees in narrow.values())
-                for p in ("prefix", "flashinfer", "fa3")
+                for p in (ours, "flashinfer", "fa3")
                 if p in next(iter(narrow.values()))
             )
-            yield (heads, gpu_of(name), load(name)["meta"]["commit"],
+            yield (*shape, gpu_of(name), load(name)["meta"]["commit"],
                    f"{geometric_mean(times):.3f}", span(times, ".2f"),
                    "-" if None in peers else span(peers, ".2f"),
                    ", ".join(f"{error:.1e}" for error in errors))  # fmt: skip
