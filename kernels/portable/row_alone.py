@@ -36,8 +36,10 @@ def attend_alone(
     offs_n = tl.arange(0, COLUMNS)
     mask_d = offs_d < S.HEAD_DIM
     rows = row + tl.zeros([1], tl.int32)
-    query = tl.load(p_item + I_QUERIES + row // S.GROUP).to(tl.int64)
-    p_q = q_ptr + query * stride_q + (head * S.GROUP + row % S.GROUP) * S.HEAD_DIM
+    i_query = row // S.GROUP
+    query = tl.load(p_item + I_QUERIES + i_query).to(tl.int64)
+    # Triton's interpreter has no row % S.GROUP.
+    p_q = q_ptr + query * stride_q + ((head - i_query) * S.GROUP + row) * S.HEAD_DIM
     q = tl.load(p_q + offs_d, mask=mask_d, other=0.0).to(tl.float32)
     b_max = LOWEST + tl.zeros([1], tl.float32)
     b_sum = tl.zeros([1], tl.float32)
