@@ -120,7 +120,7 @@ def narrow_kv():
             by.setdefault((heads, head_dim), {})[dtype] = trees
         for shape, found in by.items():
             wide, narrow = found["bf16"], found["fp8_e4m3"]
-            ours = next(p for p in ("prefix", "prefix:hopper") if p in next(iter(wide.values())))
+            ours = next(filter(over_floor.is_ours, next(iter(wide.values()))))
             times = [narrow[tree][ours]["us"] / wide[tree][ours]["us"] for tree in wide]
             peers = [over_floor.ratio_to_peer(trees, ours) for trees in narrow.values()]
             errors = (
