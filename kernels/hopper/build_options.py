@@ -26,7 +26,7 @@ class Config:
 CONFIGS = {
     64: Config(stages=7, lookahead=6, consumer_regs=200, producer_regs=104),
     128: Config(stages=5, lookahead=3, consumer_regs=200, producer_regs=104),
-    256: Config(stages=2, lookahead=3, consumer_regs=232, producer_regs=48),
+    256: Config(stages=2, lookahead=3, consumer_regs=224, producer_regs=64),
 }
 # Over a KV cache of float8_e4m3fn.
 NARROW_CONFIGS = {

@@ -74,11 +74,11 @@ def produce(
     more blocks than that are under way at once.
     """
     gl.static_assert(S.LOOKAHEAD >= PRE)
-    # Eight threads copy 128 bytes of a row, a whole line: the fewer of them there are, the fewer
-    # compute its address again; the consumers need the issue slots. Of head dim 256 they have left
-    # it few registers: four threads a row hold half as many slots.
+    # Eight threads copy 128 bytes of a row, a whole line. More of them would compute its address
+    # more often, and the consumers need the issue slots; with fewer, an instruction has more rows,
+    # each of another page of memory, and looking pages up takes longer than the bytes.
     WIDTH: gl.constexpr = 16 if S.NARROW else 8  # elements of 16 bytes
-    LANES: gl.constexpr = min(S.HEAD_DIM // WIDTH, 8) if S.HEAD_DIM <= 128 else 4
+    LANES: gl.constexpr = min(S.HEAD_DIM // WIDTH, 8)
     RUN: gl.constexpr = BLOCK * LANES // (32 * S.PRODUCER_WARPS)
     L: gl.constexpr = gl.BlockedLayout(
         [RUN, WIDTH], [32 // LANES, LANES], [S.PRODUCER_WARPS, 1], [1, 0]
