@@ -69,7 +69,7 @@ def against_fa3() -> str:
 @page_table("GPU | head dim | heads tried | cuts | error | regret of the cut | file")
 def row_tile_rates():
     """Errors of the time model of plans for heads that were left out of its fit."""
-    for gpu, head_dim in (("H100", 128), ("H200", 128), ("H100", 256), ("H200", 256)):
+    for gpu, head_dim in (("H100", 128), ("H200", 128), ("H100", 256)):
         name = f"row_tile_fit_{gpu.lower()}" + ("_256" if head_dim == 256 else "")
         found = rows(name)
         cuts = sum(row["samples"] for row in found)

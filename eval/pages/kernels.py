@@ -20,7 +20,7 @@ NAMES = {
 HEADS = (
     "kernel_h100_slices", "kernel_h100_16-8", "kernel_h100_32-32", "kernel_h100_32-4",
     "kernel_h200_heads", "kernel_h200_64", "kernel_h200_pages", "kernel_h100_256",
-    "kernel_h200_256",
+    "kernel_h200_e4m3_256",
 )  # fmt: skip
 E4M3 = ("kernel_h100_e4m3", "kernel_h100_e4m3_heads", "kernel_h200_e4m3",
         "kernel_h200_e4m3_256")  # fmt: skip
@@ -92,9 +92,10 @@ def long_contexts():
 def other_heads():
     """Time / floor of other heads, and the fastest peer's time over ours from tree to tree."""
     for name in HEADS:
-        for (heads, head_dim, page_size, _), trees in over_floor.group(rows(name)).items():
-            first = next(iter(trees.values()))
-            own = "prefix" if "prefix" in first else "prefix:row_tiles"
+        for (heads, head_dim, page_size, dtype), trees in over_floor.group(rows(name)).items():
+            if dtype != "bf16":
+                continue  # narrow_kv() has it
+            own = next(filter(over_floor.is_ours, next(iter(trees.values()))))
             ran = {tree: by for tree, by in trees.items() if by[own]["status"] == "ok"}
             means = {entry["provider"]: entry for entry in over_floor.means(ran)}
             peers = [over_floor.ratio_to_peer(by, own) for by in ran.values()]

@@ -1,9 +1,9 @@
 """The best calibration for a key that the shipped files allow, and how sure it is.
 
 The fallback's bandwidth and coefficients are fitted together, so they come from one file of it: of
-the same decode kernel before another, then of the same GPU before another. Rates of our kernels
-hold for many heads, whatever was measured beside them: they come from a file of the same GPU and
-family.
+the same decode kernel before another, then of the same head dim, then of the same GPU. Rates of our
+kernels hold for many heads, whatever was measured beside them: they come from a file of the same
+GPU and family.
 """
 
 from __future__ import annotations
@@ -189,7 +189,13 @@ def _conservative(key: CalibrationKey, num_sms: int, like: Calibration | None) -
 
 def _distance(found: CalibrationKey, key: CalibrationKey) -> tuple:
     """Say how unlike two keys are for the fallback, what matters most first."""
-    return not _alike(found, key), _rows(found) != _rows(key), *_rates_distance(found, key)
+    return (
+        not _alike(found, key),
+        _rows(found) != _rows(key),
+        found.kv_bytes != key.kv_bytes,
+        found.heads.head_dim != key.heads.head_dim,
+        *_rates_distance(found, key),
+    )
 
 
 def _rates_distance(found: CalibrationKey, key: CalibrationKey) -> tuple:
