@@ -69,8 +69,9 @@ def against_fa3() -> str:
 @page_table("GPU | head dim | heads tried | cuts | error | regret of the cut | file")
 def row_tile_rates():
     """Errors of the time model of plans for heads that were left out of its fit."""
-    for gpu, head_dim in (("H100", 128), ("H200", 128), ("H100", 256)):
-        name = f"row_tile_fit_{gpu.lower()}" + ("_256" if head_dim == 256 else "")
+    for gpu, head_dim, kind in (("H100", 128, "h100"), ("H200", 128, "h200"),
+                                ("H100", 256, "h100_256")):  # fmt: skip
+        name = f"row_tile_fit_{kind}"
         found = rows(name)
         cuts = sum(row["samples"] for row in found)
         errors = [row["error of left out"] for row in found]

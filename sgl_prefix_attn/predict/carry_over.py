@@ -16,7 +16,7 @@ from typing import get_args
 
 from sgl_prefix_attn.predict.bandwidths import usual_bandwidth
 from sgl_prefix_attn.predict.record import Calibration, CalibrationKey, Source, rates_of
-from sgl_prefix_attn.predict.stock_time import stock_kernel, stock_start
+from sgl_prefix_attn.predict.stock_time import StockKernel, stock_kernel, stock_start
 from sgl_prefix_attn.records import FLASHINFER, HeadConfig
 
 # From the surest to the least sure, as step/policy.GAINS has them.
@@ -155,12 +155,13 @@ def _alike(found: CalibrationKey, key: CalibrationKey) -> bool:
     without them each query head multiplies by itself, and more of them for each KV head are another
     case."""
     dims = [(one.heads.head_dim, one.heads.latent_dim) for one in (found, key)]
-    same = _rows(found) == _rows(key) and dims[0] == dims[1]
-    return same and (_rows(key) > 0 or found.heads.group_size == key.heads.group_size)
+    rows = _stock_kernel(key).rows
+    same = _stock_kernel(found).rows == rows and dims[0] == dims[1]
+    return same and (rows > 0 or found.heads.group_size == key.heads.group_size)
 
 
-def _rows(key: CalibrationKey) -> int:
-    return stock_kernel(key.heads, key.fallback, key.kv_bytes).rows
+def _stock_kernel(key: CalibrationKey) -> StockKernel:
+    return stock_kernel(key.heads, key.fallback, key.kv_bytes)
 
 
 def _coefficients(like: Calibration | None, key: CalibrationKey) -> dict[str, float]:
@@ -189,9 +190,10 @@ def _conservative(key: CalibrationKey, num_sms: int, like: Calibration | None) -
 
 def _distance(found: CalibrationKey, key: CalibrationKey) -> tuple:
     """Say how unlike two keys are for the fallback, what matters most first."""
+    there, here = _stock_kernel(found), _stock_kernel(key)
     return (
         not _alike(found, key),
-        _rows(found) != _rows(key),
+        (there.rows, there.ctas) != (here.rows, here.ctas),
         found.kv_bytes != key.kv_bytes,
         found.heads.head_dim != key.heads.head_dim,
         *_rates_distance(found, key),

@@ -15,7 +15,7 @@ from sgl_prefix_attn.predict import stock_time, store
 from sgl_prefix_attn.predict.bandwidths import usual_bandwidth
 from sgl_prefix_attn.predict.codec import CalibrationError, decode, encode
 from sgl_prefix_attn.predict.predictor import Predictor
-from sgl_prefix_attn.predict.record import CalibrationKey, Origin
+from sgl_prefix_attn.predict.record import CalibrationKey, Origin, rates_of
 from sgl_prefix_attn.predict.stock_time import stock_physical
 from sgl_prefix_attn.predict.store import Folders, file_name, find, load
 from sgl_prefix_attn.records import FLASHINFER, HeadConfig
@@ -445,6 +445,7 @@ def test_heads_unlike_take_the_times_of_another_gpu(elsewhere, heads, source, fo
         (H200, (8, 1, 256), "shipped", "H200_16-2-256"),
         (H200, (16, 8, 256), "shipped", "H200_16-8-256"),
         (H200, (12, 4, 128), "conservative", "H100-80GB-HBM3_16-8-128"),
+        (H200, (32, 32, 64), "conservative", "H100-80GB-HBM3_32-32-128"),
         ("NVIDIA GH200 480GB", (32, 8, 128), "conservative", "nothing is measured"),
     ],
 )
@@ -633,6 +634,7 @@ def test_a_shipped_file_is_the_fit_of_its_samples_in_the_repository(path):
     name += f"_{found.key.dtype}" * (found.key.dtype != "bfloat16")
     name += f"_{found.key.fallback}" * (found.key.fallback != FLASHINFER)
     given = procedure.read_measured(RESULTS / f"calibration_{name}.samples.jsonl")
+    every = list(range(len(given.batches)))
     task, began = given.header.task, given.header.date
     assert found.origin == Origin(task.seed, task.count, task.pool_tokens, began)
     plain = replace(found.key, gpu="", heads=KEY.heads) == replace(KEY, gpu="")
@@ -645,10 +647,15 @@ def test_a_shipped_file_is_the_fit_of_its_samples_in_the_repository(path):
     assert found.source == ("judged" if judged else "measured")
     assert (found.key, found.num_sms, found.versions) == (task.key, task.num_sms, task.versions)
     assert (found.bandwidth, found.samples) == (given.header.bandwidth, len(given.batches))
-    again = procedure.fit_stock(given, list(range(len(given.batches))))
+    again = procedure.fit_stock(given, every)
 
     def predicted(coefficients) -> list[float]:
         costs = found.kv_costs
         return [stock_physical(coefficients.values(), work, costs) for work in given.works]
 
     assert predicted(found.stock) == pytest.approx(predicted(again), rel=1e-4)
+    # without cuts, or where rates are those of the family, they are of another fit
+    of_family = vars(rates_of(found.key.family, found.key.heads)())
+    if any(map(len, given.cut_us)) and found.rates != of_family:
+        rates = procedure.fit_rates(given, procedure.planner_of(given.header), every)
+        assert found.rates == pytest.approx(vars(rates), rel=1e-4)
