@@ -26,6 +26,11 @@ def is_ours(provider: str) -> bool:
     return provider.partition(":")[0] == "prefix"
 
 
+def ours(rows: dict[str, dict]) -> str:
+    """Return the first of our providers on one tree: what a server runs stands before variants."""
+    return next(filter(is_ours, rows))
+
+
 def best_us(rows: dict[str, dict], among: Iterable[str]) -> float | None:
     """Return the fastest correct time of the named providers on one tree, None without one."""
     times = [rows[name]["us"] for name in among if name in rows and rows[name]["status"] == "ok"]

@@ -95,7 +95,7 @@ def other_heads():
         for (heads, head_dim, page_size, dtype), trees in over_floor.group(rows(name)).items():
             if dtype != "bf16":
                 continue  # narrow_kv() has it
-            own = next(filter(over_floor.is_ours, next(iter(trees.values()))))
+            own = over_floor.ours(next(iter(trees.values())))
             ran = {tree: by for tree, by in trees.items() if by[own]["status"] == "ok"}
             means = {entry["provider"]: entry for entry in over_floor.means(ran)}
             peers = [over_floor.ratio_to_peer(by, own) for by in ran.values()]
@@ -121,7 +121,7 @@ def narrow_kv():
             by.setdefault((heads, head_dim), {})[dtype] = trees
         for shape, found in by.items():
             wide, narrow = found["bf16"], found["fp8_e4m3"]
-            ours = next(filter(over_floor.is_ours, next(iter(wide.values()))))
+            ours = over_floor.ours(next(iter(wide.values())))
             times = [narrow[tree][ours]["us"] / wide[tree][ours]["us"] for tree in wide]
             peers = [over_floor.ratio_to_peer(trees, ours) for trees in narrow.values()]
             errors = (

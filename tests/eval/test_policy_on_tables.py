@@ -29,8 +29,7 @@ def test_nothing_is_slower_than_flashinfer_by_policy(name):
         found = store.find(key, NUM_SMS, folders=store.Folders(None, store.SHIPPED))
         server = server_of(family, found.calibration)
         for tree, by in trees.items():
-            own = next(filter(over_floor.is_ours, by))  # a server's stand first
-            ours, stock = by[own]["us"], by["flashinfer"]["us"]
+            ours, stock = by[over_floor.ours(by)]["us"], by["flashinfer"]["us"]
             paths = Tree.parse(tree).paths()
             _, decision = evaluate(paths, BatchFacts(), server.planner, server.predictor)
             case = name, heads, dtype, tree, ours, stock
