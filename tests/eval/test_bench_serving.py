@@ -88,7 +88,9 @@ def test_a_row_has_what_client_server_and_log_say(run):
     assert row["attention"]["attention_backend"] == "fa3"
     # Six warm-up requests were before; one the client's. The log is read from the run's begin on.
     assert row["steps"] == {"prefix:r": 1.0} and row["prefix_share"] == 1.0
-    assert row["peak_running"] == 7 and row["busy"].keys() <= {"http"}
+    assert row["peak_running"] == 7
+    # The other one is the stand-in's child, which may still be starting.
+    assert row["busy"].keys() <= {"http", sys.executable}
 
 
 def test_a_load_is_warmed_up_and_then_starts_with_an_empty_cache(run, package):
