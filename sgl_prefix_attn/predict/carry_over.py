@@ -3,7 +3,7 @@
 The fallback's bandwidth and coefficients are fitted together, so they come from one file of it: of
 the same decode kernel before another, then of the same head dim, then of the same GPU. Rates of our
 kernels hold for many heads, whatever was measured beside them: they come from a file of the same
-GPU and family.
+GPU and family, of equal ones from that of the same fallback.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _distance(found: CalibrationKey, key: CalibrationKey) -> tuple:
 
 
 def _rates_distance(found: CalibrationKey, key: CalibrationKey) -> tuple:
-    """Say how unlike they are for our kernels, whatever runs beside these."""
+    """Say how unlike they are for our kernels."""
     a, b = found.heads, key.heads
     return (
         found.kv_bytes != key.kv_bytes,
@@ -212,4 +212,5 @@ def _rates_distance(found: CalibrationKey, key: CalibrationKey) -> tuple:
         found.dtype != key.dtype,
         found.family != key.family,
         abs(math.log(found.page_size / key.page_size)),
+        found.fallback != key.fallback,
     )

@@ -433,12 +433,14 @@ def test_heads_unlike_take_the_times_of_another_gpu(elsewhere, heads, source, fo
         (H100, (8, 1, 128, "float8_e4m3fn"), "shipped", "H100-80GB-HBM3_32-8-128_float8_e4m3fn"),
         (H100, (16, 8, 128, "float8_e4m3fn"), "shipped", "H100-80GB-HBM3_32-8-128_float8_e4m3fn"),
         (H200, (8, 1, 128, "float8_e4m3fn"), "shipped", "H200_32-8-128_float8_e4m3fn"),
-        (H200, (16, 2, 256, "float8_e4m3fn"), "shipped", "H200_16-8-256_float8_e4m3fn"),
+        (H200, (16, 8, 256, "float8_e4m3fn"), "shipped", "H200_16-8-256_float8_e4m3fn"),
+        (H200, (8, 1, 256, "float8_e4m3fn"), "shipped", "H200_16-2-256_float8_e4m3fn"),
         (H100, (32, 16, 128, "bfloat16", "fa3"), "shipped", "32-8-128_bfloat16_page1_fa3"),
         (H100, (32, 32, 128, "float8_e4m3fn", "fa3"), "scaled", "32-8-128_bfloat16_page1_fa3"),
         (H100, (64, 8, 64, "bfloat16", "fa3"), "shipped", "64-8-64_bfloat16_page1_fa3"),
         (H100, (32, 8, 96, "bfloat16", "fa3"), "conservative", "32-8-128_bfloat16_page1_fa3"),
-        (H200, (32, 8, 128, "bfloat16", "fa3"), "conservative", "nothing of fa3 is measured"),
+        (H200, (32, 16, 128, "bfloat16", "fa3"), "shipped", "H200_32-8-128_bfloat16_page1_fa3"),
+        (H200, (64, 8, 64, "bfloat16", "fa3"), "shipped", "H200_64-8-64_bfloat16_page1_fa3"),
         (H200, (8, 1, 128), "judged", "H200_32-8-128"),
         (H200, (24, 6, 64), "shipped", "H200_32-8-64"),
         (H200, (16, 8, 128), "scaled", "H100-80GB-HBM3_16-8-128"),
@@ -521,15 +523,27 @@ def test_rates_over_e4m3_hold_on_their_gpu_whatever_runs_beside():
 
 
 @pytest.mark.parametrize("heads", [(16, 1, 576, 512), (8, 1, 576, 512), (32, 1, 576, 512)])
-def test_latent_kv_has_a_file_of_its_own(heads):
+def test_latent_kv_has_files_of_its_own(heads):
     key = CalibrationKey(H100, "hopper", HeadConfig(*heads), "bfloat16", 1, fallback="fa3")
     found = find(key, 132, VERSIONS, SHIPPED)
     assert found.calibration.source == "shipped" and "16-1-576-512" in found.message
     assert type(found.calibration.kernel_rates) is LatentRates
     assert found.calibration.kernel_rates == LatentRates()
-    elsewhere = find(replace(key, gpu=H200), 132, VERSIONS, SHIPPED).calibration
+    on_h200 = find(replace(key, gpu=H200), 132, VERSIONS, SHIPPED)
+    assert on_h200.calibration.source == "shipped" and "H200_16-1-576-512" in on_h200.message
+    assert type(on_h200.calibration.kernel_rates) is LatentRates
+    elsewhere = find(replace(key, gpu="NVIDIA H20"), 78, VERSIONS, SHIPPED).calibration
     assert elsewhere.source == "conservative"
     assert elsewhere.stock == found.calibration.stock
+
+
+def test_of_equal_rates_those_beside_the_same_fallback_are_taken():
+    """The file of exactly these heads and this fallback is used whole."""
+    key = CalibrationKey(H200, "hopper", HeadConfig(32, 8, 128), "bfloat16", 1)
+    for fallback, name in ((FLASHINFER, ""), ("fa3", "_fa3")):
+        own = load(store.SHIPPED / f"NVIDIA-H200_32-8-128_bfloat16_page1{name}.json")
+        found = find(replace(key, fallback=fallback), 132, VERSIONS, SHIPPED)
+        assert found.calibration.rates == own.rates
 
 
 # Microseconds of batches 3, 8, 14 and 19 of draw(9, 20, 450000), before files held rates of ours.

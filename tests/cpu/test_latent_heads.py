@@ -52,7 +52,7 @@ def test_rates_of_other_heads_are_not_theirs(family, tmp_path):
     assert rates_of(family, MLA) is LatentRates and rates_of(family, APART) is not LatentRates
     found = default_rates(family, torch.device("cpu"), MLA, torch.bfloat16, 1)
     assert found == LatentRates()
-    key = CalibrationKey("NVIDIA H200", family, MLA, "bfloat16", 1, fallback="fa3")
-    shipped = find(key, 132, {}, Folders(None, Folders.default().shipped)).calibration
+    key = CalibrationKey("NVIDIA H20", family, MLA, "bfloat16", 1, fallback="fa3")
+    shipped = find(key, 78, {}, Folders(None, Folders.default().shipped)).calibration
     assert shipped.source == "conservative" and type(shipped.kernel_rates) is LatentRates
     assert shipped.kernel_rates.narrow == LatentRates().narrow
