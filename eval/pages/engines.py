@@ -12,6 +12,8 @@ KINDS = {
     "engine_h100_e4m3": "KV of e4m3", "engine_h100_e4m3_unshared": "KV of e4m3",
     "engine_h200_e4m3_bf16": "KV of e4m3, over our own bf16",
     "engine_h200_qwen3.5_e4m3": "linear layers, KV of e4m3",
+    "engine_h200_qwen3.5": "linear layers", "engine_h200_gpt-oss": "windows, sinks",
+    "engine_h200_deepseek-v3": "latent KV",
     "engine_h100_latent": "latent KV", "engine_h100_deepseek-v3": "latent KV",
     "engine_h100_kimi-k2": "latent KV",
     "engine_h100_qwen3.5": "linear layers", "engine_h100_qwen3-next": "linear layers",
