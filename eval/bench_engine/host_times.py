@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import threading
 import time
 from collections import Counter, deque
 from pathlib import Path
+from queue import SimpleQueue
 
 ENV = "EVAL_HOST_TIMES"
 _WRITE_EVERY = 16  # steps; the engine is ended without notice
@@ -29,6 +31,7 @@ class HostTimes:
         self._steady_steps = 0
         self._steady: deque[float] = deque(maxlen=_WINDOW)
         self.prepared = None  # the step that the backend prepared last
+        self._texts: SimpleQueue[str] | None = None
 
     def observed(self, seconds: float, counters) -> None:
         """Note that the backend was handed a batch and took so long."""
@@ -49,9 +52,17 @@ class HostTimes:
             "plan_ms_mean": 1e3 * counters.plan_seconds["planned"] / max(1, plans),
             "steady_steps": self._steady_steps, "steady": list(self._steady),
         }  # fmt: skip
+        if self._texts is None:  # not before: the process may have been forked
+            self._texts = SimpleQueue()
+            threading.Thread(target=self._write_out, args=(self._texts,), daemon=True).start()
+        self._texts.put(json.dumps(known))
+
+    def _write_out(self, texts: SimpleQueue[str]) -> None:
+        """Write what comes, on a thread of its own: a busy disk would stop the scheduler."""
         part = self._target.with_suffix(".part")
-        part.write_text(json.dumps(known))
-        part.replace(self._target)
+        while True:
+            part.write_text(texts.get())
+            part.replace(self._target)
 
 
 def register() -> None:

@@ -4,7 +4,10 @@ import json
 import os
 import signal
 import subprocess
+import threading
+import time
 from argparse import ArgumentTypeError
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -34,8 +37,11 @@ from eval.model_shapes import write_config
 from eval.policy_holdout import __main__ as policy_holdout
 from eval.sanitize import __main__ as sanitize
 from eval.workloads import __main__ as workloads
+from sgl_prefix_attn.metrics.counters import StepCounters
 from sgl_prefix_attn.paths.radix_reader import RadixReader
 from sgl_prefix_attn.paths.tree_reader import RunningBatch
+from sgl_prefix_attn.records import Decision
+from sgl_prefix_attn.step.preparer import Step
 from tests.eval.fake_engines import fake_engines
 
 COMMANDS = (
@@ -228,6 +234,22 @@ def test_host_times_counts_since_an_earlier_read(tmp_path):
     assert host_times.read(path)["steady_us"] == 9.0
     assert host_times.read(path, before | {"steady_steps": 69})["steady_us"] is None, "only 20"
     assert host_times.read(path, before | {"steady_steps": 89})["steady_us"] is None
+
+
+def test_steps_do_not_wait_for_the_disk(tmp_path, monkeypatch):
+    path, free = tmp_path / "host.json", threading.Event()
+    write = Path.write_text
+    monkeypatch.setattr(Path, "write_text", lambda *args: (free.wait(5), write(*args)))
+    times = host_times.HostTimes(path)
+    for _ in range(40):
+        times.prepared = Step(Decision("stock", "x"))
+        times.observed(1e-5, StepCounters())
+    assert not path.exists()
+    free.set()
+    deadline = time.monotonic() + 60
+    while host_times.read(path).get("steps") != {"stock:x": 32}:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_names_of_backends_and_of_model_shapes(tmp_path):
