@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import threading
 import time
 from collections import Counter, deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 
 ENV = "EVAL_HOST_TIMES"
 _WRITE_EVERY = 16  # steps; the engine is ended without notice
@@ -31,7 +30,8 @@ class HostTimes:
         self._steady_steps = 0
         self._steady: deque[float] = deque(maxlen=_WINDOW)
         self.prepared = None  # the step that the backend prepared last
-        self._texts: SimpleQueue[str] | None = None
+        # A busy disk would stop the scheduler. The thread starts with the first text, behind forks.
+        self._writer = ThreadPoolExecutor(1)
 
     def observed(self, seconds: float, counters) -> None:
         """Note that the backend was handed a batch and took so long."""
@@ -52,17 +52,12 @@ class HostTimes:
             "plan_ms_mean": 1e3 * counters.plan_seconds["planned"] / max(1, plans),
             "steady_steps": self._steady_steps, "steady": list(self._steady),
         }  # fmt: skip
-        if self._texts is None:  # not before: the process may have been forked
-            self._texts = SimpleQueue()
-            threading.Thread(target=self._write_out, args=(self._texts,), daemon=True).start()
-        self._texts.put(json.dumps(known))
+        self._writer.submit(self._replace, json.dumps(known))
 
-    def _write_out(self, texts: SimpleQueue[str]) -> None:
-        """Write what comes, on a thread of its own: a busy disk would stop the scheduler."""
+    def _replace(self, text: str) -> None:
         part = self._target.with_suffix(".part")
-        while True:
-            part.write_text(texts.get())
-            part.replace(self._target)
+        part.write_text(text)
+        part.replace(self._target)
 
 
 def register() -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -68,6 +69,8 @@ def test_host_times_of_a_backend(tmp_path, monkeypatch):
         (StepPreparer, "__init__"), (StepPreparer, "prepare"), (PrefixAttnBackend, "observe"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, getattr(owner, name))  # undone at the end
+    writer = ThreadPoolExecutor(1)
+    monkeypatch.setattr(host_times, "ThreadPoolExecutor", lambda threads: writer)
     host_times.register()
     server = Server(monkeypatch, Settings(headroom=40))
     Server(monkeypatch)  # a second backend of the process is not counted twice
@@ -75,6 +78,7 @@ def test_host_times_of_a_backend(tmp_path, monkeypatch):
     runner.capture()
     for grown in range(1, 49):
         assert_prefix(runner, grown)
+    writer.shutdown()
     found = host_times.read(target)
     assert found["steps"] == {"prefix:default": 48}
     assert found["steady_steps"] == 48 - sum(found["plans"].values()) and found["steady_us"] > 0
